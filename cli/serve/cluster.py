@@ -46,6 +46,7 @@ from octavo.wire.keys import generate_keys, load_keys, save_keys
 from octavo.wire.run_dir import temporary_folder
 
 CONNECT_S = 5.0
+AGAIN_S = 5.0  # between two tries to write what gateways of this host read
 LOOK_S = 30.0
 ACCESS_FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 NEEDS_RAY = "install it with octavo: pip install '.[ray]'"
@@ -195,9 +196,13 @@ class Cluster:
         self._need = need
         self._keys = keys
         self._peers_file = run_dir / PEERS_FILE
-        self._num_gateways = 0
+        self._notice: Notice | None = None
         self.board.listeners.add(self._tell_gateways_here)
-        self._tell_gateways_here()
+        try:
+            self._write_peers()
+        except OSError as error:
+            advice = "give another with --run-dir"
+            raise CliError("the run directory cannot be written", f"{self._peers_file}: {error}", advice) from None
 
     @property
     def board(self) -> Board:
@@ -206,8 +211,8 @@ class Cluster:
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Placed:
         """A process, without a place yet."""
+        self._notice = notice
         if plan.role is Role.GATEWAY:
-            self._num_gateways += 1
             files = self._files_of_gateway(plan.settings)
             return PlacedGateway(self._ground, plan, plan.settings, files, OF_GATEWAY, on_line, notice)
         settings = self._settings_of_worker(plan)
@@ -249,20 +254,29 @@ class Cluster:
 
         return files
 
-    def _tell_gateways_here(self) -> None:
+    def _write_peers(self) -> None:
         fresh = self._peers_file.with_suffix(".new")
-        with suppress(OSError):  # a full disk: the next change tries again
-            fresh.write_text(self.board.controls())
-            fresh.replace(self._peers_file)  # whole or not at all, whoever reads it now
+        fresh.write_text(self.board.controls())
+        fresh.replace(self._peers_file)  # whole or not at all, whoever reads it now
 
-    def room(self, num_workers: int) -> str | None:
+    def _tell_gateways_here(self) -> None:
+        try:
+            self._write_peers()
+        except OSError as error:  # a full disk
+            if self._notice is not None:
+                why = f"{self._peers_file}: {error.strerror or error}"
+                self._notice(f"gateways of this host do not learn where others are, and it is tried again: {why}")
+            asyncio.get_running_loop().call_later(AGAIN_S, self._tell_gateways_here)
+
+    def room(self, num_workers: int, num_gateways: int) -> str | None:
         """By what hosts have in all: what others hold of it may be given back."""
         ray = self._ground.ray
         try:
             nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-            left = _left(nodes, self._ground.own_node, self._need, self._num_gateways)
+            left = _left(nodes, self._ground.own_node, self._need, num_gateways)
         except ray.exceptions.RayError as error:
             return f"the cluster does not tell what it has: {first_line(error)}"
         except CliError as error:
             return error.numbers
-        return why_no_room(self._need, left, num_workers)
+        why = why_no_room(self._need, left, num_workers)
+        return f"beside {num_gateways} of --cluster-gateways {why}" if why and num_gateways else why

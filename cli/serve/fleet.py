@@ -1,7 +1,8 @@
-"""How many workers each model of a running service has: told by operators, over a socket in the run directory.
+"""How many workers each model of a running service has, and how many gateways run on other hosts: told by operators,
+over a socket in the run directory.
 
-What AdminService.Scale of a gateway takes is passed on to it; who may open the socket, which only this user may, needs
-no gateway.
+What AdminService of a gateway takes of this is passed on to it; who may open the socket, which only this user may,
+needs no gateway.
 """
 
 import asyncio
@@ -30,8 +31,11 @@ SHUTDOWN_S = 0.5
 LOOK_S = 1.0  # between two looks at the load
 
 
+NO_GATEWAYS = "it has no gateways on other hosts, whose number could change: start it with --cluster-gateways"
+
+
 class CannotScale(Exception):
-    """The number of workers stays as it is; the message says why, in one sentence."""
+    """The number stays as it is; the message says why, in one sentence."""
 
 
 class NoSuchModel(CannotScale):
@@ -39,25 +43,27 @@ class NoSuchModel(CannotScale):
 
 
 class Fleet:
-    """The workers of one service. make(number, model as --model names it): a new one. room(workers in all): why
-    there is none for so many, None where there is. reserved: why nobody but the service itself may choose the
-    number, None where anybody may. room is asked in a thread: it may count GPUs, or ask a cluster."""
+    """The workers of one service, and its gateways on other hosts. make(number, model as --model names it): a new
+    worker. make_gateway(number): a new gateway there; None where the service has none. room(workers in all, gateways on
+    other hosts): why there is none for so many, None where there is; it is asked in a thread, since it may count GPUs,
+    or ask a cluster. reserved: why nobody but the service itself may choose the number of workers, None where anybody
+    may."""
 
     def __init__(
         self,
         service: Service,
         *,
         make: Callable[[int, str], Kept],
-        room: Callable[[int], str | None] = lambda num_workers: None,
+        make_gateway: Callable[[int], Kept] | None = None,
+        room: Callable[[int, int], str | None] = lambda num_workers, num_gateways: None,
         reserved: str | None = None,
-        on_change: Callable[[], None] = lambda: None,
         notice: Notice,
     ) -> None:
         self._service = service
         self._make = make
+        self._make_gateway = make_gateway
         self._room = room
         self._reserved = reserved
-        self._on_change = on_change
         self._changing = asyncio.Lock()
         self._notice = notice
         self.is_ready = False
@@ -81,11 +87,34 @@ class Fleet:
             self._check_stage()
             name = self._named(model, self.sizes())
             in_all = len(self._workers()) + num_workers - self.sizes()[name]
-            if in_all > len(self._workers()) and (why := await asyncio.to_thread(self._room, in_all)) is not None:
-                raise CannotScale(why)
+            if in_all > len(self._workers()):
+                await self._check_room(in_all, len(self._gateways()))
             self._check_stage()  # all of it may be otherwise by now
             name = self._named(name, self.sizes())
-            return name, self._change(name, num_workers, because)
+            own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
+            before, model = len(own), own[0].plan.model
+            self._tell(name, "workers", before, num_workers, because)
+            self._change(own, num_workers, "worker", lambda number: self._make(number, model))
+            return name, before
+
+    async def ask_gateways(self, num_gateways: int) -> int:
+        """Have so many gateways on other hosts, as an operator asks; how many there were to be before. Raises
+        CannotScale."""
+        if self._make_gateway is None:
+            raise CannotScale(NO_GATEWAYS)
+        async with self._changing:
+            self._check_stage()
+            if num_gateways > len(self._gateways()):
+                await self._check_room(len(self._workers()), num_gateways)
+            self._check_stage()
+            own = self._gateways()
+            self._tell("on other hosts", "gateways", len(own), num_gateways, "an operator asked for it")
+            self._change(own, num_gateways, "gateway", self._make_gateway)
+            return len(own)
+
+    async def _check_room(self, num_workers: int, num_gateways: int) -> None:
+        if (why := await asyncio.to_thread(self._room, num_workers, num_gateways)) is not None:
+            raise CannotScale(why)
 
     def _check_stage(self) -> None:
         if self._service.stage is not Stage.RUNNING:
@@ -93,18 +122,19 @@ class Fleet:
         if not self.is_ready:
             raise CannotScale("the service is still starting: ask again once it is ready")
 
-    def _change(self, name: str, num_workers: int, because: str) -> int:
-        own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
-        before, more = len(own), num_workers - len(own)
-        if more != 0:
-            self._notice(f"{name}: from {before} to {num_workers} workers, since {because}")
-        for kept in own[num_workers:][::-1]:
-            self._service.retire(kept)
-        for _ in range(more):
-            self._service.add(self._make(self._free_number(), own[0].plan.model))
-        if more != 0:
-            self._on_change()
-        return before
+    def _tell(self, whose: str, what: str, before: int, number: int, because: str) -> None:
+        if before != number:
+            self._notice(f"{whose}: from {before} to {number} {what}, since {because}")
+
+    def _change(self, own: list[Kept], number: int, kind: str, make: Callable[[int], Kept]) -> None:
+        """To so many. own: those that there are; the last ones go first."""
+        try:
+            for kept in own[number:][::-1]:
+                self._service.retire(kept)
+            for _ in range(number - len(own)):
+                self._service.add(make(self._free_number(kind)))
+        except OSError as error:
+            raise CannotScale(f"the settings of a {kind} cannot be written: {error}") from None
 
     def _named(self, model: str, sizes: dict[str, int]) -> str:
         if not model and len(sizes) == 1:
@@ -123,30 +153,48 @@ class Fleet:
         """Those that are to be there: none that is leaving."""
         return [each for each in self._service.processes if each.plan.role is Role.WORKER and not each.is_leaving]
 
-    def _free_number(self) -> int:
+    def _gateways(self) -> list[Kept]:
+        """Likewise, on other hosts."""
+        placed = [each for each in self._service.processes if each.plan.role is Role.GATEWAY and each.plan.is_placed]
+        return [each for each in placed if not each.is_leaving]
+
+    def _free_number(self, kind: str) -> int:
         """The lowest that no process has; one that is still leaving keeps its own."""
         taken = {each.plan.name for each in self._service.processes}
-        return next(n for n in range(len(taken) + 1) if f"worker-{n}" not in taken)
+        return next(n for n in range(len(taken) + 1) if f"{kind}-{n}" not in taken)
 
 
 class _Door(admin_pb2_grpc.AdminServiceServicer):
-    """AdminService of the supervisor: Scale alone."""
+    """AdminService of the supervisor: Scale and ScaleGateways alone."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
         """Start workers, or let some go."""
-        try:
+        async with _refusing(context):
             check(request)
             model, before = await self._fleet.ask(request.model, request.num_workers)
-        except InvalidRequest as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except NoSuchModel as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-        except CannotScale as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.ScaleResponse(model=model, num_workers_before=before)
+            return pb.ScaleResponse(model=model, num_workers_before=before)
+
+    async def ScaleGateways(self, request: pb.ScaleGatewaysRequest, context: Context) -> pb.ScaleGatewaysResponse:
+        """Place gateways on other hosts, or let some go."""
+        async with _refusing(context):
+            check(request)
+            before = await self._fleet.ask_gateways(request.num_gateways)
+            return pb.ScaleGatewaysResponse(num_gateways_before=before)
+
+
+@asynccontextmanager
+async def _refusing(context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except NoSuchModel as error:
+        await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+    except CannotScale as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
 @asynccontextmanager

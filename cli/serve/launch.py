@@ -177,7 +177,7 @@ def plan_processes(
         for n, endpoint in enumerate(doors.endpoints)
     ]
     gateways += [
-        _plan_placed_gateway(settings, settings.num_gateways + n, run_dir=run_dir, port=port)
+        plan_placed_gateway(settings, settings.num_gateways + n, run_dir=run_dir, port=port)
         for n in range(settings.cluster_gateways)
     ]
     models = [model for model in settings.model for _ in range(settings.workers)]
@@ -189,7 +189,7 @@ def plan_processes(
     return (*gateways, *workers, *fronts)
 
 
-def _plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port: int) -> ProcessPlan:
+def plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port: int) -> ProcessPlan:
     """Gateway n, on a host that is chosen later: what depends on the host is put in there. Only callers, workers and
     other gateways reach it; operators call one of this host."""
     own: dict[str, Any] = {
@@ -243,7 +243,7 @@ def plan_worker(
 
 
 def supervisor_socket(run_dir: Path) -> Path:
-    """Where the supervisor is told how many workers there shall be."""
+    """Where the supervisor is told how many workers and gateways there shall be."""
     return run_dir / "supervisor.sock"
 
 

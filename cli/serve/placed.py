@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from octavo.cli.serve.children import OnLine
@@ -18,6 +19,8 @@ from octavo.wire.endpoints import is_address, is_wildcard
 
 PLACE_S = 30.0  # for the first place of a process; later ones are waited for as long as it takes
 PATIENCE_S = 10.0  # until people are told that one waits
+ANEW_S = 30.0  # after which a reservation that is not granted is made anew: a cluster may lose one as a host dies
+ANSWER_S = 120.0  # for an actor to start and to answer; where it does not, the process is placed anew
 APART_S = 3.0  # that a gateway waits for a host which has no other
 AGAIN_S = 0.5
 NODE_LABEL = "ray.io/node-id"
@@ -61,6 +64,7 @@ class Placed:
         self._files_told: Mapping[str, str] = {}
         self._num_told = 0
         self._num_written = 0
+        self._told = ""
         self._looked_s = 0.0
         self._need = need
         self._on_line = on_line
@@ -68,6 +72,7 @@ class Placed:
         self._group: Any = None
         self._seat: Any = None
         self._life = 0
+        self._num_groups = 0
         self._was_placed = False
         self._is_leaving = False
         self._living: asyncio.Task[int] | None = None
@@ -120,7 +125,8 @@ class Placed:
             if not await self._settle():
                 return EXIT_NO_PLACE
             given = (self._settings_of_life(), self._files_of_now(), passed_on(), version_here())
-            host = await self._ask("start", self._life, self._role.value, self.name, *given)
+            async with asyncio.timeout(ANSWER_S):
+                host = await self._ask("start", self._life, self._role.value, self.name, *given)
             if not self._was_placed:
                 self._notice(f"{self.name} is placed on {host}{self._reached()}")
             self._was_placed = True
@@ -145,6 +151,11 @@ class Placed:
             self._leave()
             self._notice(f"{self.name}: {first_line(error.cause or error)}")
             return 1
+        except (errors.RayError, TimeoutError) as error:  # such as an answer that was lost with a host
+            self._leave()
+            self._notice(f"{self.name}: its actor does not answer: {first_line(error)}")
+            self._was_placed = False
+            return EXIT_PLACE_LOST
 
     def _settings_of_life(self) -> dict[str, Any]:
         """With what its place adds."""
@@ -176,9 +187,16 @@ class Placed:
             task.add_done_callback(self._telling.discard)
 
     async def _write(self, number: int, files: Mapping[str, str]) -> None:
+        errors = self._ray.exceptions
         # Whoever follows it hears of an actor that is gone; there is no seat once it has left.
-        with contextlib.suppress(self._ray.exceptions.RayError, AttributeError):
-            await self._ask("write", number, files)
+        with contextlib.suppress(errors.RayError, AttributeError):
+            try:
+                await self._ask("write", number, files)
+            except errors.RayTaskError as error:  # its disk may be full
+                self._num_written = 0  # the next look tries again
+                if (why := first_line(error.cause or error)) != self._told:
+                    self._told = why
+                    self._notice(f"{self.name} does not learn what has changed, and it is tried again: {why}")
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """An answer of the actor; asked again while it cannot be reached and nobody knows that it is gone."""
@@ -191,28 +209,36 @@ class Placed:
 
     async def _place(self) -> bool:
         """Whether there is room, at the first time; later it waits until there is."""
-        limits = (PATIENCE_S, PLACE_S - PATIENCE_S)
-        for limit_s in limits if self._life == 1 else (PATIENCE_S, None):
-            if await self._reserve(limit_s):
+        limits = (PATIENCE_S, PLACE_S - PATIENCE_S) if self._life == 1 else chain([PATIENCE_S], repeat(ANEW_S))
+        is_told = False
+        for limit_s in limits:
+            if await self._reserve(limit_s, not_at=self._never_at):
                 return True
-            self._notice(f"{self.name} waits for a host of the cluster with {self._need} free")
-        self._leave()
+            if not is_told:
+                self._notice(f"{self.name} waits for a host of the cluster with {self._need} free")
+            is_told = True
+            self._give_back()
         return False
 
-    async def _reserve(self, limit_s: float | None, *, not_at: Sequence[str] = ()) -> bool:
-        """Whether it has a place after so long. not_at: nodes that it must not be on; only a first reservation can say
-        so."""
+    @property
+    def _never_at(self) -> Sequence[str]:
+        """Nodes that it must not be on."""
+        return ()
+
+    async def _reserve(self, limit_s: float, *, not_at: Sequence[str]) -> bool:
+        """Whether it has a place after so long, other than these nodes."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = self._need.resources
-        if self._group is None:
-            asked = {"bundle_label_selector": [{NODE_LABEL: f"!in({','.join(not_at)})"}]} if not_at else {}
-            name = f"{self._ground.label}-{self.name}-{self._life}"
-            self._group = placement_group([resources], strategy="STRICT_PACK", name=name, **asked)
+        self._num_groups += 1
+        asked = {"bundle_label_selector": [{NODE_LABEL: f"!in({','.join(not_at)})"}]} if not_at else {}
+        name = f"{self._ground.label}-{self.name}-{self._num_groups}"
+        self._group = placement_group([resources], strategy="STRICT_PACK", name=name, **asked)
         ready = asyncio.wrap_future(self._group.ready().future())
         await asyncio.wait([ready], timeout=limit_s)
         if not ready.done():
+            ready.add_done_callback(lambda late: late.cancelled() or late.exception())  # asyncio would tell of it
             return False
         ready.result()
         self._seat = (
@@ -253,20 +279,22 @@ class PlacedGateway(Placed):
         async with self._ground.placing:  # else two would choose the same host, or the same ports there
             if self._seat is None and not await self._place():
                 return False
-            await self._draw()
+            async with asyncio.timeout(ANSWER_S):
+                await self._draw()
         return True
 
     async def _place(self) -> bool:
         """On a host that has no other gateway where there is one soon; never on the supervisor's."""
-        own = [self._ground.own_node] if self._ground.own_node else []
-        apart = [*own, *sorted(self._ground.board.nodes(self.name))]
-        if apart != own:
+        apart = [*self._never_at, *sorted(self._ground.board.nodes(self.name))]
+        if apart != self._never_at:
             if await self._reserve(APART_S, not_at=apart):
                 return True
             self._give_back()
-        if own:
-            await self._reserve(0.0, not_at=own)  # what follows waits for this
-        return self._seat is not None or await super()._place()
+        return await super()._place()
+
+    @property
+    def _never_at(self) -> Sequence[str]:
+        return [self._ground.own_node] if self._ground.own_node else []
 
     async def _draw(self) -> None:
         from ray.util.placement_group import placement_group_table
@@ -276,7 +304,7 @@ class PlacedGateway(Placed):
         wanted = [("", port) for port in wished[:3]] + [(given["metrics_host"], wished[3])]
         taken = board.ports(besides=self.name)
         host, ports = await self._ask("draw", self._ground.towards, wanted, taken, version_here())
-        node = placement_group_table(self._group)["bundles_to_node_id"][0]
+        node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # none: the host is gone by now
         self._spot = Spot(host=host, port=ports[0], door=ports[1], control=ports[2], metrics=ports[3], node=node)
         board.put(self.name, self._spot)
 

@@ -1,32 +1,37 @@
 """Which services run here: each `octavo serve` leaves a file in its user's run directory for as long as it lives.
 
 The file says where its processes are, and is written anew when their number changes: what else changes `octavo ps` asks
-the processes themselves.
+the processes themselves. It is kept there: who cleans up among temporary files takes it away.
 """
 
+import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
-from octavo.cli.serve.launch import ProcessPlan
+from octavo.cli.serve.launch import Role
+from octavo.cli.serve.service import Kept, Notice
 from octavo.cli.settings.gateway_config import join_address, reachable
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir, ensure_run_dir
 
 FOLDER = "services"
 CLOCK_SLACK_S = 2.0  # a process that began at another time is another one with the same id
+LOOK_S = 5.0  # between two looks whether the file is there
+Fields = TypeVar("Fields")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
     """One process: its name, what it is (gateway, worker, openai), a worker's model, where its /metrics are, the
     address of one that speaks HTTP to callers, the file of its settings, which its command line names, and where
-    callers reach a gateway of another host. Empty: none."""
+    callers reach a gateway of another host. Empty: none. is_placed: on a host that the cluster chooses. is_leaving: it
+    is to end, and not to be started again."""
 
     name: str
     role: str
@@ -35,6 +40,8 @@ class ProcessRecord:
     url: str
     settings_file: str
     address: str = ""
+    is_placed: bool = False
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,7 @@ class ServiceRecord:
 
 
 def record_of(
-    address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metrics_host: str, elsewhere: Mapping[str, str]
+    address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, elsewhere: Mapping[str, str]
 ) -> ServiceRecord:
     """Of the service that this process supervises; of its processes those that are on this host, and all gateways.
     elsewhere: where callers reach those of other hosts now."""
@@ -77,31 +84,65 @@ def record_of(
                 url=plan.url or "",
                 settings_file=str(run_dir / f"{plan.name}.toml"),
                 address=elsewhere.get(plan.name, ""),
+                is_placed=plan.is_placed,
+                is_leaving=each.is_leaving,
             )
-            for plan in plans
-            if plan.metrics_port or plan.url or plan.name in elsewhere
+            for each in processes
+            if (plan := each.plan).metrics_port or plan.url or plan.role is Role.GATEWAY
         ),
     )
 
 
-@contextmanager
-def recorded(record: ServiceRecord) -> Iterator[Callable[[ServiceRecord], None]]:
-    """The file, while the service runs; what is given takes the record as it has changed. Where it cannot be written
-    the service runs without it: only `octavo ps` and `octavo scale` look for it."""
-    _write(record)
-    try:
-        yield _write
-    finally:
+class Listing:
+    """The file of a service that runs. Where it cannot be written the service runs without it, tells so and tries
+    again: only `octavo ps` and `octavo scale` look for it."""
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice = notice
+        self._file = default_run_dir() / FOLDER / f"{os.getpid()}.json"
+        self._text = ""
+        self._told = ""
+
+    def put(self, record: ServiceRecord) -> None:
+        """What there is now."""
+        self._text = json.dumps(asdict(record))
+        self._write()
+
+    async def keep(self) -> None:
+        """Write it again where it is not there as it should be, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self._is_there():
+                self._write()
+
+    def remove(self) -> None:
+        """The service has ended."""
         with contextlib.suppress(OSError):
-            (default_run_dir() / FOLDER / f"{record.pid}.json").unlink(missing_ok=True)
+            self._file.unlink(missing_ok=True)
 
+    def _is_there(self) -> bool:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return self._file.read_text() == self._text
+        return False
 
-def _write(record: ServiceRecord) -> None:
-    with contextlib.suppress(RunDirError, OSError):
-        file = ensure_run_dir(ensure_run_dir(default_run_dir()) / FOLDER) / f"{record.pid}.json"
-        fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(record)))
-        fresh.replace(file)  # whole or not at all, whoever reads it now
+    def _write(self) -> None:
+        try:
+            ensure_run_dir(ensure_run_dir(self._file.parent.parent) / FOLDER)
+            fresh = self._file.with_suffix(".new")
+            fresh.write_text(self._text)
+            fresh.replace(self._file)  # whole or not at all, whoever reads it now
+        except (RunDirError, OSError) as error:
+            self._tell(f"octavo ps and octavo scale do not know what runs here, and it is tried again: {error}")
+        else:
+            if self._told:
+                self._tell("octavo ps and octavo scale know what runs here again")
+                self._told = ""
+
+    def _tell(self, text: str) -> None:
+        """Once, however often it is tried."""
+        if text != self._told:
+            self._told = text
+            self._notice(text)
 
 
 def running_services() -> list[ServiceRecord]:
@@ -114,22 +155,32 @@ def running_services() -> list[ServiceRecord]:
     found = []
     for file in folder.glob("*.json"):
         record = _read(file)
-        if record is None or not _is_running(record):
+        if record is not None and _is_running(record):
+            found.append(record)
+        elif record is not None or not _may_run(file):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
-        else:
-            found.append(record)
     return sorted(found, key=lambda record: record.started_s)
 
 
 def _read(file: Path) -> ServiceRecord | None:
-    """None for what is no such file."""
+    """None for what is no such file. One of a later version may say more, which is passed over."""
     try:
-        fields = json.loads(file.read_text())
-        processes = tuple(ProcessRecord(**each) for each in fields.pop("processes"))
-        return ServiceRecord(**fields, processes=processes)
+        given = json.loads(file.read_text())
+        processes = tuple(_known(ProcessRecord, each) for each in given.pop("processes"))
+        return _known(ServiceRecord, given | {"processes": processes})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _known(kind: type[Fields], given: Mapping[str, Any]) -> Fields:
+    names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in given.items() if name in names})
+
+
+def _may_run(file: Path) -> bool:
+    """Whether somebody has the id that the file is named after: another version may write what nobody here reads."""
+    return file.stem.isascii() and file.stem.isdigit() and psutil.pid_exists(int(file.stem))
 
 
 def _is_running(record: ServiceRecord) -> bool:

@@ -82,15 +82,15 @@ class Seat:
 
     async def write(self, number: int, files: Mapping[str, str]) -> None:
         """Settings whose value is a file, with its text; the process sees the change. number: grows with each change,
-        so that what comes late undoes nothing."""
+        so that what comes late undoes nothing. Raises OSError, and may be asked again then."""
         if number <= self._files_number:
             return
-        self._files_number = number
         changed = {setting: text for setting, text in files.items() if self._files.get(setting) != text}
-        self._files |= changed
         if self._folder is not None:
             for setting, text in changed.items():
                 _write(text, self._folder / setting)
+        self._files |= changed
+        self._files_number = number
 
     async def follow(self, num_seen: int) -> tuple[list[str], int | None]:
         """Lines after so many of this life, and its exit code once it has ended and all lines are told. Waits for news,

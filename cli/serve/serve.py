@@ -6,7 +6,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from octavo.cli.serve.launch import (
     environment,
     local_doors,
     metrics_ports,
+    plan_placed_gateway,
     plan_processes,
     plan_worker,
     run_folder,
@@ -49,7 +50,7 @@ from octavo.cli.serve.preflight import (
     warn_of_variables,
 )
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
-from octavo.cli.serve.record import ServiceRecord, record_of, recorded
+from octavo.cli.serve.record import Listing, record_of
 from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
 from octavo.cli.serve.summary import ServiceSummary, boxed, plain
@@ -103,17 +104,16 @@ def serve(settings: ServeSettings) -> int:
             settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, doors=site.doors
         )
         address = join_address(reachable(settings.host), port)
-
-        def record(plans: Sequence[ProcessPlan]) -> ServiceRecord:
-            return record_of(
-                address, run_dir, plans, metrics_host=settings.metrics_host, elsewhere=site.board.addresses()
-            )
-
-        rewrite = stack.enter_context(recorded(record(plans)))
         layout = _Layout(
-            settings=settings, plans=plans, run_dir=run_dir, address=address, site=site, gateways_why=gateways_why
+            settings=settings,
+            plans=plans,
+            run_dir=run_dir,
+            port=port,
+            address=address,
+            site=site,
+            gateways_why=gateways_why,
         )
-        return asyncio.run(_serve(layout, lambda plans: rewrite(record(plans))))
+        return asyncio.run(_serve(layout))
 
 
 def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> tuple[ServeSettings, str]:
@@ -135,8 +135,9 @@ class Site(Protocol):
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
         """The process of a worker, or of one that is placed."""
 
-    def room(self, num_workers: int) -> str | None:
-        """Why there is no room for so many workers in all; None where there is, or may be."""
+    def room(self, num_workers: int, num_gateways: int) -> str | None:
+        """Why there is no room for so many workers in all, and gateways on other hosts; None where there is, or may
+        be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class _Here:
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
         return local_child(plan, on_line)
 
-    def room(self, num_workers: int) -> str | None:
+    def room(self, num_workers: int, num_gateways: int) -> str | None:
         one_model = {"workers": num_workers, "model": self.settings.model[:1]}
         try:
             check_group_devices(self.settings.model_copy(update=one_model))
@@ -177,6 +178,7 @@ class _Layout:
     settings: ServeSettings
     plans: Sequence[ProcessPlan]
     run_dir: Path
+    port: int
     address: str
     site: Site
     gateways_why: str
@@ -188,8 +190,7 @@ def local_child(plan: ProcessPlan, on_line: OnLine) -> Child:
     return Child(plan.name, command_line(plan.role.value, file), environment() | dict(plan.variables), on_line)
 
 
-async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], None]) -> int:
-    """rewrite(plans): the processes of the service are others now."""
+async def _serve(layout: _Layout) -> int:
     started_s = time.monotonic()
     settings, site = layout.settings, layout.site
     console = Console(stderr=True)
@@ -201,19 +202,30 @@ async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], Non
         child = site.child(plan, view.on_line, notice) if is_there else local_child(plan, view.on_line)
         return keep(plan, child, RestartPolicy())
 
-    service = Service(list(map(kept, layout.plans)), drain_grace_s=settings.drain_grace_s, notice=notice)
-    policy = policy_of(settings)
+    def later_gateway(n: int) -> Kept:
+        return kept(plan_placed_gateway(settings, n, run_dir=layout.run_dir, port=layout.port))
 
     def on_change() -> None:
-        rewrite([each.plan for each in service.processes])
+        """The processes of the service are others now, or elsewhere."""
+        host, elsewhere = settings.metrics_host, site.board.addresses()
+        listing.put(
+            record_of(layout.address, layout.run_dir, service.processes, metrics_host=host, elsewhere=elsewhere)
+        )
 
+    listing = Listing(notice)
+    service = Service(
+        list(map(kept, layout.plans)), drain_grace_s=settings.drain_grace_s, notice=notice, on_change=on_change
+    )
+    on_change()
     site.board.listeners.add(on_change)
+    policy = policy_of(settings)
+
     fleet = Fleet(
         service,
         reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
         make=lambda n, model: kept(_later_worker(layout, n, model)),
+        make_gateway=later_gateway if settings.cluster_gateways else None,
         room=site.room,
-        on_change=on_change,
         notice=notice,
     )
     loop = asyncio.get_running_loop()
@@ -221,7 +233,7 @@ async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], Non
         loop.add_signal_handler(number, _on_signal, service, notice)
     announcer = asyncio.create_task(_announce(layout, started_s, service, view, fleet))
     announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
-    tasks = [announcer]
+    tasks = [announcer, asyncio.create_task(listing.keep())]
     if policy is not None:
         told_at = _asked_at(layout.plans)
         assert told_at is not None
@@ -233,6 +245,7 @@ async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], Non
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        listing.remove()
         view.close()
     if service.failure:
         raise CliError("the service could not go on", service.failure, "the lines above say why")
@@ -285,7 +298,11 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
         summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
         elsewhere = tuple(layout.site.board.addresses().items())
         show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=elsewhere))
-    (layout.run_dir / READY_FILE).write_text(address + "\n")
+    ready = layout.run_dir / READY_FILE
+    try:
+        ready.write_text(address + "\n")
+    except OSError as error:
+        view.notice(f"who waits for {ready} waits in vain, since it cannot be written: {error.strerror or error}")
 
 
 def _asked_at(plans: Sequence[ProcessPlan]) -> str | None:

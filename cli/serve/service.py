@@ -43,14 +43,23 @@ class Kept:
 
 
 class Service:
-    """All processes of one service. `notice(text)` gets what people must know, a line each."""
+    """All processes of one service. `notice(text)` gets what people must know, a line each. on_change: one has joined,
+    is to leave or has left."""
 
-    def __init__(self, kept: Sequence[Kept], *, drain_grace_s: float, notice: Notice) -> None:
+    def __init__(
+        self,
+        kept: Sequence[Kept],
+        *,
+        drain_grace_s: float,
+        notice: Notice,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.failure: str | None = None
         self._kept = list(kept)
         self._keepers: dict[asyncio.Task[None], Kept] = {}
         self._drain_grace_s = drain_grace_s
         self._notice = notice
+        self._on_change = on_change
         self.stage = Stage.RUNNING
         self._woken = asyncio.Event()
         self._ended = asyncio.Event()
@@ -71,6 +80,7 @@ class Service:
                 self._ended.clear()
                 for task in [task for task in self._keepers if task.done()]:
                     self._kept.remove(self._keepers.pop(task))
+                    self._on_change()
                     if not task.cancelled():  # `retire` does so to one that waits for its next start
                         task.result()
             self.advance(Stage.DRAINING)
@@ -86,6 +96,7 @@ class Service:
         kept.lifetimes.on_ready()
         self._kept.append(kept)
         self._start(kept)
+        self._on_change()
 
     def retire(self, kept: Kept) -> None:
         """Let one finish what it has and end; it is not started again. Returns at once."""
@@ -96,6 +107,7 @@ class Service:
         limit_s = self._drain_grace_s + WORKER_EXIT_TIMEOUT_S
         killing = asyncio.get_running_loop().call_later(limit_s, kept.child.kill)
         self._keeper_of(kept).add_done_callback(lambda _: killing.cancel())
+        self._on_change()
 
     def _start(self, kept: Kept) -> None:
         task = asyncio.create_task(self._keep(kept), name=kept.plan.name)
@@ -128,7 +140,8 @@ class Service:
             if self.stage is not Stage.RUNNING:
                 return
             if kept.is_leaving:
-                self._notice(f"{kept.plan.label} has left: fewer workers were asked for")
+                others = "gateways" if kept.plan.role is Role.GATEWAY else "workers"
+                self._notice(f"{kept.plan.label} has left: fewer {others} were asked for")
                 return
             match kept.lifetimes.on_exit(code, time.monotonic()):
                 case Left():

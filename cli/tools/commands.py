@@ -83,20 +83,27 @@ def ps(
 def scale(
     resolved: Resolved[ScaleSettings],
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="[MODEL] WORKERS",
             help="Two words, the model and how many; the model may be left out where there is one.",
         ),
-    ],
+    ] = None,
+    cluster_gateways: Annotated[
+        int | None,
+        typer.Option(
+            "--cluster-gateways", help="Gateways on other hosts of the cluster that there shall be.", min=0, max=64
+        ),
+    ] = None,
 ) -> int:
     """Change how many workers a model of a running service has; those that go finish or hand over what they have.
 
-    Of the service that this user runs here; with --admin-port of the one there.
+    Of the service that this user runs here; with --admin-port of the one there. With --cluster-gateways the number of
+    gateways on other hosts, which a service has that was started with some.
     """
     from octavo.cli.tools.scale import scale as run
 
-    return run(resolved.settings, words)
+    return run(resolved.settings, words or [], cluster_gateways)
 
 
 def pull(

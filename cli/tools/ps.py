@@ -40,7 +40,8 @@ HEADS = ("service", "address", "process", "pid", "model", "ranks", "state", "req
 class ProcessState:
     """One process of a service; None where there is no such figure.
 
-    state: ready, loading (it answers nobody yet), waiting (for a gateway to take it), draining, down (not running now).
+    state: ready, loading (it answers nobody yet), waiting (for a gateway to take it, or for a host), draining,
+    down (not running now).
     requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
     tensor-parallel. address: where callers reach a gateway of another host, of which nothing else is known here.
     """
@@ -188,8 +189,12 @@ def _uptime_s(pid: int) -> float | None:
 
 
 def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
+    if process.is_leaving:
+        return "draining"
     if process.address:
         return "ready" if _accepts(process.address) else "down"
+    if process.is_placed:
+        return "waiting"
     if pid is None:
         return "down"
     if process.url:

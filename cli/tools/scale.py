@@ -1,9 +1,11 @@
-"""`octavo scale`: how many workers a model of a running service has."""
+"""`octavo scale`: how many workers a model of a running service has, and how many gateways run on other hosts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from octavo.cli.client.connect import channel_options_of, credentials_of, metadata_of
 from octavo.cli.errors import CliError, usage
@@ -25,22 +27,36 @@ _ADVICE = {
 }
 
 
-def scale(settings: ScaleSettings, words: Sequence[str]) -> int:
-    """Print what was and what is to be. Raises CliError."""
-    model, number = _read(words)
-    request = admin_pb2.ScaleRequest(model=model, num_workers=number)
+def scale(settings: ScaleSettings, words: Sequence[str], num_gateways: int | None) -> int:
+    """Print what was and what is to be, of workers, of gateways on other hosts, or of both. Raises CliError."""
+    asked = _read(words) if words or num_gateways is None else None
     with _channel(settings) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        try:
-            answer = stub.Scale(request, timeout=TIMEOUT_S, metadata=metadata_of(settings))
-        except grpc.RpcError as error:
-            advice = _ADVICE.get(error.code(), "docs/operations.md tells when the number can be changed")
-            details = " ".join(str(error.details()).split())
-            raise CliError("the number of workers stays as it is", details, advice) from None
-    before = answer.num_workers_before
-    change = "as it was" if before == number else f"was {before}; `octavo top` shows them come and go"
-    print(f"{answer.model}: {number} worker{'s' * (number != 1)} ({change})")  # noqa: T201
+        if asked is not None:
+            model, number = asked
+            request = admin_pb2.ScaleRequest(model=model, num_workers=number)
+            told = _ask(stub.Scale, request, settings, "workers")
+            _show(told.model, number, "worker", told.num_workers_before, "octavo top")
+        if num_gateways is not None:
+            gateways = admin_pb2.ScaleGatewaysRequest(num_gateways=num_gateways)
+            before = _ask(stub.ScaleGateways, gateways, settings, "gateways").num_gateways_before
+            _show("on other hosts", num_gateways, "gateway", before, "octavo ps")
     return 0
+
+
+def _ask(method: Callable[..., Any], request: Message, settings: ScaleSettings, of_what: str) -> Any:
+    """The answer. Raises CliError."""
+    try:
+        return method(request, timeout=TIMEOUT_S, metadata=metadata_of(settings))
+    except grpc.RpcError as error:
+        advice = _ADVICE.get(error.code(), "docs/operations.md tells when the number can be changed")
+        details = " ".join(str(error.details()).split())
+        raise CliError(f"the number of {of_what} stays as it is", details, advice) from None
+
+
+def _show(whose: str, number: int, what: str, before: int, command: str) -> None:
+    change = "as it was" if before == number else f"was {before}; `{command}` shows them come and go"
+    print(f"{whose}: {number} {what}{'s' * (number != 1)} ({change})")  # noqa: T201
 
 
 def _read(words: Sequence[str]) -> tuple[str, int]:

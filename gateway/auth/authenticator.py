@@ -55,6 +55,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "FlushPrefixCache": Scope.ADMIN,
         "Drain": Scope.ADMIN,
         "Scale": Scope.ADMIN,
+        "ScaleGateways": Scope.ADMIN,
     },
     "octavo.v1.LoadService": {"WatchLoad": Scope.ADMIN},  # tells the load and the request ids of every tenant
     "grpc.health.v1.Health": {"Check": Scope.HEALTH, "List": Scope.HEALTH, "Watch": Scope.HEALTH},

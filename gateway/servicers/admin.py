@@ -1,5 +1,7 @@
 """AdminService: for operators, on a listener of its own."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -85,15 +87,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(num_in_flight=outcome.num_in_flight, unreachable_gateways=outcome.silent)
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Pass it on to the supervisor, which starts workers and ends them; its refusal is ours."""
+        """Start workers, or let some go."""
         check(request)
+        async with self._supervisor() as supervisor:
+            answer: pb.ScaleResponse = await supervisor.Scale(request, timeout=SCALE_TIMEOUT_S)
+        return answer
+
+    async def ScaleGateways(self, request: pb.ScaleGatewaysRequest, context: Context) -> pb.ScaleGatewaysResponse:
+        """Place gateways on other hosts, or let some go."""
+        check(request)
+        async with self._supervisor() as supervisor:
+            answer: pb.ScaleGatewaysResponse = await supervisor.ScaleGateways(request, timeout=SCALE_TIMEOUT_S)
+        return answer
+
+    @asynccontextmanager
+    async def _supervisor(self) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
+        """The supervisor, which starts processes and ends them; its refusal is ours."""
         if self._supervisor_address is None:
-            raise ScaleRefused("this gateway was not started by octavo serve, which alone starts and ends workers")
+            alone = "which alone starts and ends workers and gateways"
+            raise ScaleRefused(f"this gateway was not started by octavo serve, {alone}")
         async with grpc.aio.insecure_channel(self._supervisor_address) as channel:
             try:
-                answer: pb.ScaleResponse = await admin_pb2_grpc.AdminServiceStub(channel).Scale(
-                    request, timeout=SCALE_TIMEOUT_S
-                )
+                yield admin_pb2_grpc.AdminServiceStub(channel)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise ModelNotFound(error.details()) from None
@@ -101,7 +116,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     raise ScaleRefused(error.details()) from None
                 silent = "the supervisor does not answer: look whether the number has changed"
                 raise ScaleRefused(silent) from None
-        return answer
 
 
 def _load(worker: WorkerView) -> pb.WorkerLoad:

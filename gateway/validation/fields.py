@@ -38,6 +38,7 @@ MIN_WATCH_S, MAX_WATCH_S = 0.2, 60
 MAX_WATCHED_REQUESTS = 1000
 MAX_BLOCK_CELLS = 4096
 MAX_WORKERS = 64  # of one model
+MAX_GATEWAYS = 64  # on other hosts
 UINT32 = 2**32 - 1
 MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message gets no long answer
 ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
@@ -330,6 +331,9 @@ TABLE: dict[str, MessageRules] = {
     "octavo.v1.DrainRequest": MessageRules(fields={"grace_s": InRange(0, 86_400)}),
     "octavo.v1.ScaleRequest": MessageRules(
         fields={"model": _MODEL, "num_workers": InRange(1, MAX_WORKERS)}, required=("num_workers",)
+    ),
+    "octavo.v1.ScaleGatewaysRequest": MessageRules(
+        fields={"num_gateways": InRange(0, MAX_GATEWAYS)}, required=("num_gateways",)
     ),
 }
 

@@ -187,6 +187,63 @@ def test_a_host_with_a_gateway_is_killed_under_streams_through_all_gateways(clus
         service.wait_until_idle()  # nothing that the lost gateway had asked for is left
 
 
+def test_gateways_come_and_go_under_streams_through_all_of_them(cluster: Raylets, tmp_path: Path) -> None:
+    for _ in range(3):
+        cluster.add(cpus=2)
+    asked = (f"--cluster={cluster.address}", "--workers=2", "--cluster-gateways=1")
+    with serve(tmp_path, *ORACLE, *ENDLESS, *asked) as service:
+        service.wait_until_supervised()
+        port = f"--admin-port={service.admin_port}"
+        done = octavo("scale", "--cluster-gateways=5", port)
+        assert done.returncode == 1
+        assert "beside 5 of --cluster-gateways 2 workers need 1 CPU each" in " ".join(done.stderr.split())
+        here = Streams(service.target)
+        assert octavo("scale", "--cluster-gateways=2", port).stdout == (
+            "on other hosts: 2 gateways (was 1; `octavo ps` shows them come and go)\n"
+        )
+        wait_for(lambda: sorted(gateways_elsewhere(service)) == ["gateway-1", "gateway-2"])
+        address = gateways_elsewhere(service)["gateway-2"]
+        with Client(address) as client, Client(service.target) as other:
+            wait_for(lambda: serves(client))  # workers have learned of it
+            with client.stream(token_ids=[5], max_tokens=100_000, request_id="r", output="token_ids") as stream:
+                deltas = stream.deltas()
+                next(deltas)
+                wait_for(lambda: other.cancel("r").found)  # and so have gateways
+                with pytest.raises(Cancelled):
+                    list(deltas)
+            there = Streams(address)
+            wait_for(lambda: there.have(40))
+            assert octavo("scale", "--cluster-gateways=1").stdout.startswith("on other hosts: 1 gateway (was 2;")
+            wait_for(lambda: state_of(service, "gateway-2") == "draining")
+            with pytest.raises(OctavoError) as refused:
+                client.complete(token_ids=[5], max_tokens=4)
+            assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+            for each in (here.join(), there.join()):
+                assert each.errors == []
+                assert each.moved == [0] * NUM_STREAMS
+                assert [len(ids) for ids in each.got] == [NUM_TOKENS] * NUM_STREAMS
+            assert here.got == there.got
+        wait_for(lambda: state_of(service, "gateway-2") is None)
+        assert len(service.load()) == 2
+        assert octavo("scale", "2", "--cluster-gateways=0").stdout.splitlines() == [
+            "folio-chat: 2 workers (as it was)",
+            "on other hosts: 0 gateways (was 1; `octavo ps` shows them come and go)",
+        ]
+        wait_for(lambda: not any(cluster.processes(node, "gateway") for node in cluster.raylets))
+        assert octavo("scale", "--cluster-gateways=1").returncode == 0
+        wait_for(lambda: list(gateways_elsewhere(service)) == ["gateway-1"])
+        with Client(gateways_elsewhere(service)["gateway-1"]) as client:
+            wait_for(lambda: serves(client))
+        service.wait_until_idle()
+
+
+def state_of(service: Service, name: str) -> str | None:
+    """As `octavo ps` has it."""
+    told = map(json.loads, octavo("ps", "--json").stdout.splitlines())
+    (own,) = (each for each in told if each["pid"] == service.process.pid)
+    return next((each["state"] for each in own["processes"] if each["name"] == name), None)
+
+
 def serves(client: Client) -> bool:
     try:
         return len(client.complete(token_ids=[5], max_tokens=4, output="token_ids").token_ids) == 4

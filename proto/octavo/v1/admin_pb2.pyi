@@ -446,3 +446,49 @@ class ScaleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScaleResponse: _TypeAlias = ScaleResponse  # noqa: Y015
+
+@_typing.final
+class ScaleGatewaysRequest(_message.Message):
+    """How many gateways."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
+    num_gateways: _builtins.int
+    """Gateways that there are to be on other hosts, 0 to 64; those of the host of `octavo serve` stay."""
+    def __init__(
+        self,
+        *,
+        num_gateways: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_gateways", b"_num_gateways", "num_gateways", b"num_gateways"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_gateways", b"_num_gateways", "num_gateways", b"num_gateways"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_gateways: _TypeAlias = _typing.Literal["num_gateways"]  # noqa: Y015
+    _WhichOneofArgType__num_gateways: _TypeAlias = _typing.Literal["_num_gateways", b"_num_gateways"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_gateways) -> _WhichOneofReturnType__num_gateways | None: ...
+
+Global___ScaleGatewaysRequest: _TypeAlias = ScaleGatewaysRequest  # noqa: Y015
+
+@_typing.final
+class ScaleGatewaysResponse(_message.Message):
+    """Scaling has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_GATEWAYS_BEFORE_FIELD_NUMBER: _builtins.int
+    num_gateways_before: _builtins.int
+    """Gateways that there were to be on other hosts before."""
+    def __init__(
+        self,
+        *,
+        num_gateways_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_gateways_before", b"num_gateways_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleGatewaysResponse: _TypeAlias = ScaleGatewaysResponse  # noqa: Y015

@@ -67,6 +67,11 @@ class AdminServiceStub(object):
                 request_serializer=octavo_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.ScaleGateways = channel.unary_unary(
+                '/octavo.v1.AdminService/ScaleGateways',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.ScaleGatewaysRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.ScaleGatewaysResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -120,6 +125,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScaleGateways(self, request, context):
+        """Sets how many gateways run on other hosts of the cluster. New ones are placed, and workers and gateways learn of them;
+        those that go refuse new requests and finish those in flight, as in Drain, and end. The answer does not wait for that.
+        Only where `octavo serve` started the gateway with such gateways; else FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -152,6 +166,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
+            ),
+            'ScaleGateways': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleGateways,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.ScaleGatewaysRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.ScaleGatewaysResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -319,6 +338,33 @@ class AdminService(object):
             '/octavo.v1.AdminService/Scale',
             octavo_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleGateways(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/ScaleGateways',
+            octavo_dot_v1_dot_admin__pb2.ScaleGatewaysRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.ScaleGatewaysResponse.FromString,
             options,
             channel_credentials,
             insecure,

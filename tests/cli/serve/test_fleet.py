@@ -1,6 +1,7 @@
 """How many workers a running service has: the number changes, and what cannot be is refused in one sentence."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -30,16 +31,39 @@ LIMIT_S = 120.0
 
 
 class Rig:
-    """A fleet of scripts: a gateway, and two workers of `a` and one of `b`."""
+    """A fleet of scripts: a gateway, two workers of `a` and one of `b`, and so many gateways on other hosts."""
 
-    def __init__(self, room: Callable[[int], str | None] = lambda more: None, reserved: str | None = None) -> None:
+    def __init__(
+        self,
+        room: Callable[[int, int], str | None] = lambda workers, gateways: None,
+        reserved: str | None = None,
+        num_placed: int = 0,
+    ) -> None:
         self.lines: list[tuple[str, str]] = []
         self.notices: list[str] = []
         gateway = ProcessPlan(name="gateway-0", role=Role.GATEWAY, settings={}, metrics_port=1)
         first = [self._kept(gateway), self.worker(0, "a"), self.worker(1, "a"), self.worker(2, "x=b")]
-        self.service = Service(first, drain_grace_s=5.0, notice=self.notices.append)
-        self.fleet = Fleet(self.service, make=self.worker, room=room, reserved=reserved, notice=self.notices.append)
+        first += [self.gateway(n + 1) for n in range(num_placed)]
+        self.listed: list[list[str]] = []
+        self.service = Service(first, drain_grace_s=5.0, notice=self.notices.append, on_change=self.note)
+        self.fleet = Fleet(
+            self.service,
+            make=self.worker,
+            make_gateway=self.gateway if num_placed else None,
+            room=room,
+            reserved=reserved,
+            notice=self.notices.append,
+        )
         self.fleet.is_ready = True
+
+    def note(self) -> None:
+        """What `octavo ps` is told: those that are to leave with a minus."""
+        self.listed.append([f"{'-' * each.is_leaving}{each.plan.name}" for each in self.service.processes])
+
+    def gateway(self, number: int) -> Kept:
+        """On another host."""
+        name = f"gateway-{number}"
+        return self._kept(ProcessPlan(name=name, role=Role.GATEWAY, settings={}, metrics_port=None, is_placed=True))
 
     def worker(self, number: int, model: str) -> Kept:
         plan = ProcessPlan(
@@ -86,6 +110,47 @@ async def test_workers_come_and_go_by_their_model_and_numbers_are_used_again() -
     assert rig.running() == []
 
 
+async def test_gateways_of_other_hosts_come_and_go_beside_the_workers() -> None:
+    rig = Rig(
+        room=lambda workers, gateways: f"no room for {workers} and {gateways}" if gateways > 3 else None, num_placed=1
+    )
+    running = asyncio.create_task(rig.service.run())
+    await until(lambda: rig.num_starts() == 5)
+    assert await rig.fleet.ask_gateways(3) == 1
+    await until(lambda: {"gateway-1", "gateway-2", "gateway-3"} <= set(rig.running()))
+    assert rig.fleet.sizes() == {"a": 2, "x": 1}
+    with pytest.raises(CannotScale, match="no room for 3 and 4"):
+        await rig.fleet.ask_gateways(4)
+    assert await rig.fleet.ask_gateways(0) == 3
+    own = ["gateway-0", "worker-0", "worker-1", "worker-2"]
+    assert rig.listed[-1] == [*own, "-gateway-1", "-gateway-2", "-gateway-3"]
+    await until(lambda: rig.listed[-1] == own)  # one that has left is listed no more
+    assert await rig.fleet.ask_gateways(1) == 0
+    assert await rig.fleet.ask_gateways(1) == 1
+    await until(lambda: "gateway-1" in rig.running())
+    assert rig.notices[0] == "on other hosts: from 1 to 3 gateways, since an operator asked for it"
+    assert "gateway-3 has left: fewer gateways were asked for" in rig.notices
+    rig.service.on_signal()
+    assert await running == 0
+    assert rig.running() == []
+
+
+async def test_a_service_without_gateways_on_other_hosts_refuses_to_have_some() -> None:
+    with pytest.raises(CannotScale, match=r"start it with --cluster-gateways$"):
+        await Rig().fleet.ask_gateways(1)
+
+
+async def test_a_full_disk_is_a_refusal() -> None:
+    rig = Rig(num_placed=1)
+
+    def full(number: int) -> Kept:
+        raise OSError(28, "No space left on device")
+
+    rig.fleet._make_gateway = full
+    with pytest.raises(CannotScale, match=r"settings of a gateway cannot be written: .* No space left on device"):
+        await rig.fleet.ask_gateways(2)
+
+
 async def test_one_that_died_as_it_was_to_leave_is_not_started_again() -> None:
     rig = Rig()
     running = asyncio.create_task(rig.service.run())
@@ -106,7 +171,7 @@ async def test_one_that_died_as_it_was_to_leave_is_not_started_again() -> None:
     [
         (Rig, "c", NoSuchModel, "no model 'c' is served here, but a, x"),
         (Rig, "", NoSuchModel, "several models are served: name one of a, x"),
-        (lambda: Rig(room=lambda more: f"no room for {more}"), "a", CannotScale, "no room for 6"),
+        (lambda: Rig(room=lambda workers, _: f"no room for {workers}"), "a", CannotScale, "no room for 6"),
         (lambda: Rig(reserved="--autoscale does that"), "a", CannotScale, "--autoscale does that"),
     ],
 )
@@ -131,7 +196,7 @@ async def test_while_it_starts_and_while_it_ends_the_number_stays() -> None:
 async def test_who_looks_for_room_keeps_nobody_else_from_going_on() -> None:
     """A look may start a process that counts GPUs, or wait for a cluster."""
     is_let_go = threading.Event()
-    rig = Rig(room=lambda num: "that is enough" if is_let_go.wait(20) else "nobody else went on")
+    rig = Rig(room=lambda *_: "that is enough" if is_let_go.wait(20) else "nobody else went on")
     asking = asyncio.create_task(rig.fleet.ask("a", 3))
     await asyncio.sleep(0)
     is_let_go.set()
@@ -140,7 +205,7 @@ async def test_who_looks_for_room_keeps_nobody_else_from_going_on() -> None:
 
 
 async def test_two_who_ask_at_once_are_not_given_the_same_room() -> None:
-    rig = Rig(room=lambda num: f"no room for {num}" if num > 4 else None)
+    rig = Rig(room=lambda workers, _: f"no room for {workers}" if workers > 4 else None)
     running = asyncio.create_task(rig.service.run())
     answers = await asyncio.gather(rig.fleet.ask("a", 3), rig.fleet.ask("x", 2), return_exceptions=True)
     assert [str(each) for each in answers] == ["('a', 2)", "no room for 5"]
@@ -225,6 +290,13 @@ def test_the_command_reaches_a_service_of_this_user_and_no_stream_is_lost(servic
     assert len(got[0]) == 300
     wait_for(lambda: len(service.load()) == 1)
     wait_for(lambda: len(service.children("worker")) == 1)
+    wait_for(lambda: listed_workers() == ["worker-0"])
+
+
+def listed_workers() -> list[str]:
+    """By `octavo ps`."""
+    (found,) = map(json.loads, octavo("ps", "--json").stdout.splitlines())
+    return [each["name"] for each in found["processes"] if each["role"] == "worker"]
 
 
 def test_the_admin_port_takes_it_too_and_passes_on_what_is_refused(service: Running) -> None:
@@ -233,7 +305,15 @@ def test_the_admin_port_takes_it_too_and_passes_on_what_is_refused(service: Runn
     done = octavo("scale", "folio-cat", "2", port)
     assert (done.returncode, done.stdout) == (1, "")
     assert "no model 'folio-cat' is served here: did you mean folio-chat?" in done.stderr
+    for way in ([port], []):
+        done = octavo("scale", "--cluster-gateways=1", *way)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "it has no gateways on other hosts" in done.stderr
     with grpc.insecure_channel(f"127.0.0.1:{service.admin_port}") as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            admin_pb2_grpc.AdminServiceStub(channel).ScaleGateways(admin_pb2.ScaleGatewaysRequest(), timeout=60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "num_gateways" in str(refused.value.details())
         with pytest.raises(grpc.RpcError) as refused:
             admin_pb2_grpc.AdminServiceStub(channel).Scale(admin_pb2.ScaleRequest(num_workers=65), timeout=60)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -247,6 +327,9 @@ def test_the_admin_port_takes_it_too_and_passes_on_what_is_refused(service: Runn
         (["oracle", "many"], 2, "'many' is not a number from 1 to 64"),
         (["a", "b", "3"], 2, "3 words were given"),
         (["2", "--admin-port=1"], 1, "the number of workers stays as it is"),
+        (["--cluster-gateways=2", "--admin-port=1"], 1, "the number of gateways stays as it is"),
+        (["--cluster-gateways=65"], 2, "--cluster-gateways"),
+        ([], 2, "0 words were given"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: list[str], code: int, why: str) -> None:

@@ -1,0 +1,120 @@
+"""The file by which `octavo ps` and `octavo scale` find a service: kept there, told of where it cannot be, and read by
+other versions."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo.cli.serve import record
+from octavo.cli.serve.record import Listing, ProcessRecord, ServiceRecord, running_services
+
+GATEWAY: dict[str, Any] = {
+    "name": "gateway-1",
+    "role": "gateway",
+    "model": "",
+    "metrics": "",
+    "url": "",
+    "settings_file": "f",
+    "address": "10.0.0.2:1",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the files; there once a service was listed."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "octavo" / "services"
+
+
+def own(address: str = "x:1") -> ServiceRecord:
+    process = ProcessRecord(**GATEWAY)
+    started_s = psutil.Process().create_time()
+    return ServiceRecord(pid=os.getpid(), started_s=started_s, address=address, run_dir="/", processes=(process,))
+
+
+def addresses() -> list[str]:
+    return [each.address for each in running_services()]
+
+
+def test_what_a_later_version_says_more_is_passed_over_and_its_file_stays(folder: Path) -> None:
+    """Whoever looks with another version must not take a service that runs out of everybody's sight."""
+    listing = Listing(print)
+    listing.put(own())
+    (file,) = folder.iterdir()
+    told = json.loads(file.read_text())
+    told["is_new"] = True
+    told["processes"][0]["speed"] = 3
+    file.write_text(json.dumps(told))
+    assert addresses() == ["x:1"]
+    told["processes"] = "another form"
+    file.write_text(json.dumps(told))
+    assert addresses() == []
+    assert file.exists()
+    file.rename(folder / "no_number.json")
+    assert addresses() == []
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_file_that_somebody_took_away_is_written_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "LOOK_S", 0.01)
+    listing = Listing(print)
+    listing.put(own())
+    keeping = asyncio.create_task(listing.keep())
+    for spoil in (Path.unlink, lambda file: file.write_text("{"), lambda file: file.write_bytes(b"\xff")):
+        spoil(folder / f"{os.getpid()}.json")
+        await until(lambda: addresses() == ["x:1"])
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    listing.remove()
+    assert addresses() == []
+
+
+async def test_where_it_cannot_be_written_people_are_told_once_and_again_when_it_can(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "LOOK_S", 0.01)
+    notices: list[str] = []
+    listing = Listing(notices.append)
+    folder.parent.mkdir(mode=0o755)
+    folder.parent.chmod(0o755)
+    listing.put(own())
+    listing.put(own("x:2"))
+    keeping = asyncio.create_task(listing.keep())
+    await asyncio.sleep(0.05)
+    assert notices == [
+        "octavo ps and octavo scale do not know what runs here, and it is tried again: "
+        f"run directory {folder.parent} has mode 0755; others must not enter: chmod 700 {folder.parent}"
+    ]
+    folder.parent.chmod(0o700)
+    await until(lambda: len(notices) == 2)
+    assert notices[1] == "octavo ps and octavo scale know what runs here again"
+    assert addresses() == ["x:2"]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+def test_a_full_disk_is_told_with_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    listing = Listing(notices.append)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        listing.put(own())
+    assert "No space left on device" in notices[0]
+    listing.put(own())
+    assert addresses() == ["x:1"]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  (another task does it)
+            await asyncio.sleep(0.01)
