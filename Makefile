@@ -142,7 +142,7 @@ lint: dev ## style and types
 types: dev
 	@rm -rf .cache/types && mkdir -p .cache/types/octavo
 	@ln -s $(CURDIR)/proto/octavo/* $(foreach folder,$(FOLDERS),$(CURDIR)/$(folder)) .cache/types/octavo/
-	@MYPYPATH=.cache/types:integrations/dynamo $(BIN)/mypy -p octavo -p sim -p octavo_dynamo
+	@MYPYPATH=.cache/types:integrations/dynamo $(BIN)/mypy -p octavo -p sim -p octavo_dynamo -p bench
 
 format: dev ## rewrite the code in the one style
 	@$(BIN)/ruff check --fix .

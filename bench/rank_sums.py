@@ -51,17 +51,18 @@ def measure_sums(shape: str, size: int, device: str, wanted: Way, out: Path) -> 
             ends.append(end)
         found, waiting = dict[str, dict[str, float]](), list(ends)
         while waiting:
-            for end in wait(waiting):
+            ready = wait(waiting)
+            for end in [each for each in waiting if each in ready]:
                 try:
-                    error, figures = end.recv()  # type: ignore[union-attr]
+                    error, figures = end.recv()
                 except EOFError:
                     error, figures = "it ended without a word", {}
                 if error is not None:
-                    raise BenchError(f"rank {ends.index(end)}: {error}")  # type: ignore[arg-type]
+                    raise BenchError(f"rank {ends.index(end)}: {error}")
                 found |= figures
-                waiting.remove(end)  # type: ignore[arg-type]
-        for process in processes:
-            process.join()
+                waiting.remove(end)
+        for each in processes:
+            each.join()
     return found
 
 

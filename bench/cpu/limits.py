@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def _products(clock: Clock, size: int) -> dict[str, float]:
     found = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         x, weight = a.to(dtype), b.to(dtype)
-        found[name] = flop / _best_s(clock, lambda x=x, weight=weight: torch.nn.functional.linear(x, weight)) / 1e9
+        found[name] = flop / _best_s(clock, partial(torch.nn.functional.linear, x, weight)) / 1e9
     x, weight = (each.mul(40).clamp(-127, 127).to(torch.int8) for each in (a, b))
     with suppress(RuntimeError, NotImplementedError):
         found["int8"] = flop / _best_s(clock, lambda: torch._int_mm(x, weight.T)) / 1e9

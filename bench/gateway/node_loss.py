@@ -64,7 +64,7 @@ def measure(service: Service, cluster: Raylets, *, number: int, num_tokens: int)
     while min(map(len, disturbed.got)) < KILL_AFTER and time.monotonic() < deadline_s:
         time.sleep(0.005)
     before = {each.epoch for each in service.load()}
-    victim = next(node for node in cluster.raylets if cluster.workers(node))
+    victim = next(node for node in cluster.raylets if cluster.processes(node))
     killed_s = time.monotonic()
     cluster.kill(victim)
     while time.monotonic() < deadline_s:

@@ -395,7 +395,7 @@ def simulate(
                 if asked.turn + 1 < shape.turns:
                     think_ms = 1e3 * drawn.expovariate(1 / shape.think_s)
                     again = (asked.conversation, asked.turn + 1, asked.token_ids)
-                    at(now_ms + think_ms, lambda then_ms, again=again: ask(*again, then_ms))  # type: ignore[misc]
+                    at(now_ms + think_ms, partial(ask, *again))
         start(worker, now_ms)
 
     def beat(now_ms: float) -> None:
@@ -407,7 +407,7 @@ def simulate(
     for number in range(shape.conversations):
         system = systems[number % shape.systems]
         begin_ms = 1e3 * drawn.uniform(0, shape.begin_s)
-        at(begin_ms, lambda then_ms, begun=(number, 0, system): ask(*begun, then_ms))  # type: ignore[misc]
+        at(begin_ms, partial(ask, number, 0, system))
     while len(done) < shape.conversations * shape.turns:
         now_ms, _, what = heapq.heappop(events)
         what(now_ms)
@@ -426,7 +426,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--noise-ms", type=float, default=0.0)
-    groups = {Shape: Shape(), Pace: Pace(), Room: Room(num_blocks=1500, max_num_seqs=256)}
+    groups: dict[type[Any], Any] = {Shape: Shape(), Pace: Pace(), Room: Room(num_blocks=1500, max_num_seqs=256)}
     for group in groups.values():
         for each in (each for each in fields(group) if each.name not in NOT_HERE):
             default = getattr(group, each.name)

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
@@ -102,10 +102,12 @@ def serve_gateway(port: int, endpoint: str, policy: str) -> None:
     from octavo.gateway.workers.router import RouteReason
 
     drawn = random.Random(0)
-    if policy == "random":
-        pool.choose = lambda candidates, **_: (drawn.choice(candidates), RouteReason.LOAD)
-    elif policy == "round robin":
-        pool.choose = lambda candidates, turn, **_: (candidates[turn % len(candidates)], RouteReason.LOAD)
+    policies: dict[str, Callable[..., Any]] = {
+        "random": lambda candidates, **_: (drawn.choice(candidates), RouteReason.LOAD),
+        "round robin": lambda candidates, turn, **_: (candidates[turn % len(candidates)], RouteReason.LOAD),
+    }
+    if policy in policies:
+        vars(pool)["choose"] = policies[policy]
     main(
         GatewayConfig(
             workers=WorkerPoolConfig(endpoints=(endpoint,)),

@@ -102,7 +102,7 @@ def octavo_calls(load: Load) -> Callable[[Any], Any]:
 
 def vllm_calls(load: Load) -> Callable[[Any], Any]:
     """Generate of VllmEngine on a channel; ids only."""
-    from smg_grpc_proto import vllm_engine_pb2 as pb  # type: ignore[import-untyped]
+    from smg_grpc_proto import vllm_engine_pb2 as pb
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
     request = pb.GenerateRequest(stream=True, tokenized=pb.TokenizedInput(input_ids=[5] * 16))

@@ -106,7 +106,10 @@ def measure_again(bench: Bench, long: int, vocab_size: int, repeats: int) -> Fig
     rng = np.random.default_rng(1)
     num_blocks = -(-long // BLOCK)
     engine = bench.engine(num_blocks=num_blocks + min(40, num_blocks // 8 + 2), with_tier=True)
-    new = lambda: rng.integers(0, vocab_size, long).astype(np.int32)  # noqa: E731
+
+    def new() -> np.ndarray:
+        return rng.integers(0, vocab_size, long).astype(np.int32)
+
     first_token_ms(engine, new())  # libraries choose their kernels
     prompts = [new(), new()]
     computed = [first_token_ms(engine, prompt)[0] for prompt in prompts]
@@ -160,7 +163,10 @@ class Talk:
 def converse(engine: InProcess, talk: Talk, vocab_size: int) -> Figures:
     """All of them, each turn as soon as the one before has its answer."""
     rng = np.random.default_rng(2)
-    draw = lambda count: rng.integers(0, vocab_size, count).astype(np.int32)  # noqa: E731
+
+    def draw(count: int) -> np.ndarray:
+        return rng.integers(0, vocab_size, count).astype(np.int32)
+
     under_way: dict[int, Conversation] = {}
     waits_ms: list[float] = []
     num_cached = 0

@@ -24,7 +24,7 @@ extern "C" __global__ void planted_race(float *out) {
 """
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_behind_the_end_kernel(out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     tl.store(out + i, i.to(tl.float32), mask=i <= count)

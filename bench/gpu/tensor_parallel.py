@@ -337,9 +337,8 @@ def _one_turn(arguments: argparse.Namespace) -> dict[str, Any]:
     kinds = {"request": measure_request, "worker": measure_turn}
     try:
         if arguments.kind == "sums":
-            return measure_sums(
-                arguments.shape, *arguments.ranks, arguments.device, Way(arguments.sums), arguments.turn
-            )
+            (size,) = arguments.ranks
+            return measure_sums(arguments.shape, size, arguments.device, Way(arguments.sums), arguments.turn)
         return kinds[arguments.kind](arguments)
     except BenchError as error:
         raise SystemExit(f"error: {error}") from None

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,7 +62,8 @@ class Readers:
     def __init__(self, way: str, count: int) -> None:
         context = multiprocessing.get_context("fork")  # they use nothing that threads of this process hold
         self._ring = OrderRing(count)
-        self._bells, self._answers, self._processes = [], [], []
+        self._bells, self._answers = list[int](), list[int]()
+        self._processes = list[BaseProcess]()
         for number in range(count):
             bell_out, bell_in = os.pipe()
             answer_out, answer_in = os.pipe()

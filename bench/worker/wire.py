@@ -95,7 +95,7 @@ def flood(link: WorkerLink, epoch: str, seq: int, handles_N: np.ndarray, steps: 
     for step in range(steps):
         seq += 1
         link.put(GatewayIndex(0), step_message(epoch, seq, handles_N, ends if step == steps - 1 else ()))
-        while any(each.socket.has_backlog for each in link._gateways):
+        while any(each.socket.has_backlog for each in link._gateways.values()):
             link.wait(0.001)
             link.drain()
     return seq
