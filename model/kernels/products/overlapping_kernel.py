@@ -45,7 +45,8 @@ def overlapping_product_kernel(
     ROUNDS: gl.constexpr = (K + BLOCKS * 64 - 1) // (BLOCKS * 64)
     EACH: gl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS
     gl.static_assert(STAGES > 1 or EACH == 1, "a stage is filled again one round after it was read")
-    PENDING: gl.constexpr = BLOCKS if BLOCKS < 7 else 7
+    # Beside other arithmetic in the loop, ptxas lets products run into the next round only one by one (C7515).
+    PENDING: gl.constexpr = 0 if IS_GATE and not HAS_SCALE else (BLOCKS if BLOCKS < 7 else 7)
     dtype: gl.constexpr = w_desc.dtype
     tile = gl.program_id(0)
     split = gl.program_id(1)

@@ -1,17 +1,27 @@
 """Products that overlap with their neighbours against their references, and against the same products split over their
-inputs (model/kernels/products/split_k.py): Gluon has no interpreter, so on a Hopper GPU alone."""
+inputs (model/kernels/products/split_k.py): Gluon has no interpreter, so on a Hopper GPU alone. What is compiled for one
+is looked at anywhere."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import triton
+
 from octavo.model.gpu.overlapping_layers import TILES_OF_MANY
+from octavo.model.kernels.attention.prefill_hopper import COMPILERS
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.invariant import Splits, invariant_add_product, invariant_product, part_elements
 from octavo.model.kernels.products.overlapping import (
+    ADD,
+    GATE,
     OverlappingCut,
     fits,
     overlapping_add_product,
@@ -37,6 +47,64 @@ CUTS = [
     OverlappingCut(outputs=128, tokens=128, blocks=1, splits=2, warps=8),
 ]
 SHAPES = [(1, 96, 192), (8, 130, 448), (17, 64, 64), (33, 160, 896), (130, 1152, 4864)]
+COMPILE = """
+import subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from octavo.model.kernels.products.overlapping_kernel import overlapping_product_kernel
+
+then, outputs, tokens, blocks, stages, warps = map(int, sys.argv[1:7])
+folder = Path(sys.argv[7])
+
+def tiles(*shape):
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
+    return f"tensordesc<bf16{list(shape)},{layout!r}>"
+
+rows = (2, outputs // 2) if then == 2 else (outputs,)
+types = dict(
+    w_desc=tiles(blocks, *rows, 64), x_desc=tiles(blocks, tokens, 64), out_TO="*bf16", parts="*fp32", arrived="*i32",
+    T="i32", eps="fp32",
+)
+constants = dict(
+    O=640, K=1024, OUTPUTS=outputs, TOKENS=tokens, BLOCKS=blocks, STAGES=stages, SPLITS=1, TURNS=1, GROUP=16, THEN=then,
+    WARPS=warps, PDL=False,
+)
+source = GluonASTSource(overlapping_product_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
+(folder / "kernel.ptx").write_text(compiled.asm["ptx"])
+tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+command = [tools / "ptxas", "-arch=sm_90a", "-v", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+"""
+
+
+@pytest.mark.skipif(
+    not triton.__version__.startswith(COMPILERS), reason=f"Gluon of triton {triton.__version__} is another language"
+)
+@pytest.mark.parametrize(
+    ("then", "cut"),
+    [
+        (ADD, OverlappingCut(tokens=64, stages=3)),
+        (GATE, OverlappingCut(outputs=128, tokens=8)),
+        (GATE, OverlappingCut(outputs=128, tokens=256, blocks=1, warps=8)),
+    ],
+)
+def test_the_assembler_does_not_wait_for_each_product(tmp_path: Path, then: int, cut: OverlappingCut) -> None:
+    """It says so when it has to, and how many registers it kept elsewhere."""
+    numbers = (then, cut.outputs, cut.tokens, cut.blocks, cut.stages, cut.warps)
+    told = subprocess.run(
+        [sys.executable, "-c", COMPILE, *map(str, numbers), str(tmp_path)],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert "serialized" not in told.stdout, told.stdout
+    assert " 0 bytes spill stores" in told.stdout
+    assert "wgmma.mma_async" in (tmp_path / "kernel.ptx").read_text()
 
 
 def room_for(cut: OverlappingCut | SplitKCut, num_tokens: int, num_outputs: int) -> SplitKRoom:
