@@ -29,7 +29,8 @@ from octavo.worker.config import GPU_BATCH_TOKENS
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 WORKLOADS = ["nano", "sampling", "first", "prefill", "decode", "host"]
-FIRST_LENGTHS = (16, 512, 2048, 8192)
+FIRST_LENGTHS = (16, 512, 2048, 8192, 30_000)
+MODEL_LEN = 32_768
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 HOST_BATCHES = (1, 64, 256)
 WIDEST = 1024  # running at once: more than other workloads have slots for
@@ -123,17 +124,22 @@ def profile(engine: GpuEngine, seed: int) -> None:
         print(f"  {kernel.total_us / 1e3:8.1f} ms {share:4.0%} {kernel.num_launches:7d} x  {kernel.name[:90]}")
 
 
-def main() -> None:
-    """Print and write everything."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-batch-tokens", type=int, nargs="+", default=[GPU_BATCH_TOKENS])
-    parser.add_argument("--max-model-len", type=int, default=10_240)
+    parser.add_argument("--max-model-len", type=int, default=MODEL_LEN)
     parser.add_argument("--only", nargs="+", default=WORKLOADS)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Print and write everything."""
+    arguments = parse()
     need_cuda()
     rate = copy_rate()
     torch.cuda.empty_cache()
