@@ -134,6 +134,8 @@ def overlapping_product_kernel(
             total += acc
     if TURNS > 1:
         acc = total
+    # What follows takes the stages' memory, from which another warp may still be multiplying: a wait is for one's own.
+    gl.thread_barrier()
 
     if IS_GATE:
         if HAS_SCALE:

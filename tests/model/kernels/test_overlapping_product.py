@@ -92,8 +92,8 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
         (GATE, OverlappingCut(outputs=128, tokens=256, blocks=1, warps=8)),
     ],
 )
-def test_the_assembler_does_not_wait_for_each_product(tmp_path: Path, then: int, cut: OverlappingCut) -> None:
-    """It says so when it has to, and how many registers it kept elsewhere."""
+def test_compiled_products_run_beside_each_other(tmp_path: Path, then: int, cut: OverlappingCut) -> None:
+    """The assembler says so when it has to wait for each, and how many registers it kept elsewhere."""
     numbers = (then, cut.outputs, cut.tokens, cut.blocks, cut.stages, cut.warps)
     told = subprocess.run(
         [sys.executable, "-c", COMPILE, *map(str, numbers), str(tmp_path)],
@@ -105,6 +105,8 @@ def test_the_assembler_does_not_wait_for_each_product(tmp_path: Path, then: int,
     assert "serialized" not in told.stdout, told.stdout
     assert " 0 bytes spill stores" in told.stdout
     assert "wgmma.mma_async" in (tmp_path / "kernel.ptx").read_text()
+    *_, behind = (tmp_path / "kernel.ptx").read_text().split("wgmma.wait_group")
+    assert "bar.sync" in behind.split("st.shared")[0], "a warp writes where another may still be multiplying"
 
 
 def room_for(cut: OverlappingCut | SplitKCut, num_tokens: int, num_outputs: int) -> SplitKRoom:
