@@ -167,7 +167,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     preempted: tuple[tuple[float, float], ...] = ()  # from and to, since it came; where its Run is traced, 64 at most
 
 
-class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A change of the prefix cache. STORED carries the block's tokens, so that a router can match prompts without
     knowing how the worker hashes. STORED for a block that is known already: it is on another tier now."""
 

@@ -99,7 +99,7 @@ def serve_gateway(port: int, endpoint: str, policy: str) -> None:
     from octavo.gateway.main import main
     from octavo.gateway.workers import pool
     from octavo.gateway.workers.config import WorkerPoolConfig
-    from octavo.gateway.workers.router import RouteReason
+    from octavo.gateway.workers.stats import RouteReason
 
     drawn = random.Random(0)
     policies: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""What it costs to tell a large prefix cache: to a gateway that joins, and to a subscriber.
+"""What it costs to tell a large prefix cache: to a gateway that joins, and to a subscriber; and to forget it.
 
     python -m bench.worker.kv_events [BLOCKS]
 
@@ -10,7 +10,9 @@ import argparse
 import asyncio
 import gc
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +98,19 @@ def apply_all(prefixes: Prefixes, frames: list[bytes]) -> float:
     return longest_s
 
 
+def leave(prefixes: Prefixes, turns: deque[Callable[[], None]]) -> float:
+    """The worker is gone: all of it, and the longest turn in seconds of the thread alone."""
+    longest_s = 0.0
+    work: Callable[[], None] = partial(prefixes.forget, 1)
+    while True:
+        begin_s = time.thread_time()
+        work()
+        longest_s = max(longest_s, time.thread_time() - begin_s)
+        if not turns:
+            return longest_s
+        work = turns.popleft()
+
+
 async def subscribe(prefixes: Prefixes) -> tuple[int, float]:
     """The state as batches; their bytes, and the longest of them in seconds."""
     subscription, batches, num_bytes, longest_s = prefixes.follow("m", ""), KvBatches(), 0, 0.0
@@ -120,11 +135,14 @@ def main() -> None:
     frames = sent.frames
     print(f"{manager.num_indexed} blocks, {sum(map(len, frames)) / 1e6:.1f} MB in {len(frames)} messages")
     print(f"{len(took_s)} parts, mean {1e3 * np.mean(took_s):.2f} ms, longest {1e3 * max(took_s):.2f} ms")
-    prefixes = Prefixes(max_nodes=1 << 20)
+    turns: deque[Callable[[], None]] = deque()
+    prefixes = Prefixes(max_nodes=1 << 20, later=turns.append)
     longest_s = timed("gateway: apply", lambda: apply_all(prefixes, frames))
     print(f"longest message {longest_s * 1e3:.1f} ms")
     num_bytes, longest_s = timed("subscriber: the state", lambda: asyncio.run(subscribe(prefixes)))
     print(f"{num_bytes / 1e6:.1f} MB, longest chunk {longest_s * 1e3:.1f} ms")
+    longest_s = timed("gateway: the worker leaves", lambda: leave(prefixes, turns))
+    print(f"longest turn {longest_s * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

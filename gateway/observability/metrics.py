@@ -18,8 +18,7 @@ from octavo.gateway.observability.tracing import SpanCounts
 from octavo.gateway.rpc.addresses import BindError, split_host_port
 from octavo.gateway.rpc.connections import ConnectionLimiter
 from octavo.gateway.version import VERSION
-from octavo.gateway.workers.router import RouteReason
-from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
+from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats, RouteReason
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.scrape_server import ScrapeServer, pages_of

@@ -119,13 +119,9 @@ class BlockFeed:
 
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
+        self.is_followed = False  # whether there are subscribers; plain, since it is asked for each block
         self._followers: list[BlockSubscription] = []
         self._changes: list[tuple[str, BlockChange]] = []
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether there are subscribers."""
-        return bool(self._followers)
 
     def tell(self, salt: str, change: BlockChange) -> None:
         """A block of this salt changed; subscribers get the change with the next `flush`."""
@@ -145,12 +141,14 @@ class BlockFeed:
             raise FeedFull(f"{MAX_FOLLOWERS} subscribers follow the prefix cache already")
         subscription = BlockSubscription(salt, state, num_blocks, first_sequence=self._now_us())
         self._followers.append(subscription)
+        self.is_followed = True
         return subscription
 
     def leave(self, subscription: BlockSubscription) -> None:
         """Idempotent."""
         if subscription in self._followers:
             self._followers.remove(subscription)
+            self.is_followed = bool(self._followers)
 
 
 def _batched(changes: list[BlockChange], size: int) -> Iterator[tuple[BlockChange, ...]]:

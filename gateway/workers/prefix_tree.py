@@ -8,6 +8,7 @@ Must not know: workers, events, what keys mean.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -16,6 +17,15 @@ NOBODY = 0
 _block_ids = count(1)  # of all trees, so that a feed may have blocks of several
 _ROW_BYTES = 8
 _ROWS_AT_ONCE = 1024
+
+
+class Holding:
+    """What one worker has: nodes by its hashes and its hashes by nodes, and which nodes lie in host memory."""
+
+    __slots__ = ("hash_of", "node_of", "on_host")
+
+    def __init__(self) -> None:
+        self.node_of, self.hash_of, self.on_host = dict[bytes, int](), dict[int, bytes](), set[int]()
 
 
 class PrefixTree:
@@ -44,56 +54,110 @@ class PrefixTree:
         return len(self.key_of)
 
     @property
+    def parts(self) -> list[object]:
+        """All that is large."""
+        return [*self._columns, self.key_of, self.salt_of, self._child, self._free]
+
+    @property
     def oldest_leaf(self) -> int:
         """The next to go; NOBODY where there is none."""
         return self._newer[NOBODY]
 
     def add_root(self) -> int:
         """It has no key and no age."""
-        return self._take_row()
+        node = self._free.pop() if self._free else self._new_row()
+        self.block_id[node] = next(_block_ids)
+        return node
 
-    def add(self, parent: int, key: bytes, salt: str) -> int:
-        """A new node."""
-        node = self._take_row()
-        if self.parent[parent] and not self.num_children[parent]:
-            self._leave_ring(parent)
-        self.parent[node] = parent
-        self.key_of[node], self.salt_of[node] = key, salt
-        self._child[_path(parent, key)] = node
+    def put(self, parent: int, key: bytes, salt: str) -> int:
+        """The child with this key, made where there is none, as one that is used now. It is for each block that a
+        worker has stored, and calls little."""
+        path = parent.to_bytes(_ROW_BYTES, "little") + key
+        node = self._child.get(path)
+        if node is not None:
+            self.touch((node,))
+            return node
+        node = self._free.pop() if self._free else self._new_row()
+        self.block_id[node] = next(_block_ids)
+        older, newer, newest = self._older, self._newer, self._older[NOBODY]
         first = self._first_child[parent]
         if first:
             last = self._before[first]
-            self._behind[last], self._before[node], self._before[first] = node, last, node
+            self._behind[last] = self._before[first] = node
+            self._before[node] = last
         else:
             self._first_child[parent] = self._before[node] = node
+            if parent == newest:  # the child takes its place, as in most prompts
+                newest = older[parent]
+            elif self.parent[parent]:
+                before, behind = older[parent], newer[parent]
+                newer[before], older[behind] = behind, before
+        newer[newest] = older[NOBODY] = node
+        older[node], newer[node] = newest, NOBODY
+        self.parent[node] = parent
         self.num_children[parent] += 1
-        self._enter_ring(node, newer=NOBODY)
+        self.key_of[node] = key
+        self.salt_of[node] = salt
+        self._child[path] = node
+        self._num_uses += 1
+        self._used[node] = self._num_uses
         return node
 
     def remove(self, node: int) -> None:
-        """A node or root without children."""
-        parent = self.parent[node]
+        """A node or root without children. Called for each block that nobody has any more, like `put`."""
+        parent, before = self.parent[node], self._before
         if parent:
-            del self._child[_path(parent, self.key_of.pop(node))], self.salt_of[node]
-            first, before, behind = self._first_child[parent], self._before[node], self._behind[node]
-            if node == first:
+            del self._child[parent.to_bytes(_ROW_BYTES, "little") + self.key_of.pop(node)], self.salt_of[node]
+            last, behind = before[node], self._behind[node]
+            if last == node:  # the only one
+                self._first_child[parent] = NOBODY
+            elif node == self._first_child[parent]:
                 self._first_child[parent] = behind
+                before[behind] = last
             else:
-                self._behind[before] = behind
-            self._before[behind or first] = before  # of the first it is the last
-            self.num_children[parent] -= 1
-            self._leave_ring(node)
-            if self.parent[parent] and not self.num_children[parent]:
+                self._behind[last] = behind
+                before[behind or self._first_child[parent]] = last  # of the first it is the last
+            left = self.num_children[parent] = self.num_children[parent] - 1
+            older, newer = self._older[node], self._newer[node]
+            self._newer[older], self._older[newer] = newer, older
+            if not left and self.parent[parent]:
                 # Unless it was used after its last child, it goes next, as the rest of a prefix whose end has gone.
                 is_next = self._used[parent] <= self._used[node]
                 self._enter_ring(parent, newer=self.oldest_leaf if is_next else NOBODY)
-        self.block_id[node] = self.parent[node] = self._before[node] = self._behind[node] = self._used[node] = 0
-        self.num_owners[node] = self.num_on_host[node] = 0
+            self.parent[node] = before[node] = self._behind[node] = 0
+        self.block_id[node] = self.num_owners[node] = self.num_on_host[node] = 0
         self._free.append(node)
 
-    def find(self, parent: int, key: bytes) -> int:
-        """The child with this key, or NOBODY."""
-        return self._child.get(_path(parent, key), NOBODY)
+    def walk(self, root: int, keys: bytes, width: int) -> list[int]:
+        """Down from a root, as far as there are children with these keys, each of so many bytes."""
+        path: list[int] = []
+        find, node = self._child.get, root
+        for start in range(0, len(keys) - width + 1, width):
+            node = find(node.to_bytes(_ROW_BYTES, "little") + keys[start : start + width], NOBODY)
+            if not node:
+                break
+            path.append(node)
+        return path
+
+    def prune(self, node: int) -> bool:
+        """Remove it and what is above it, as far as it has neither owners nor children; whether the root went too."""
+        while not self.num_owners[node] and not self.num_children[node] and self.parent[node]:
+            parent = self.parent[node]
+            self.remove(node)
+            if not self.parent[parent] and not self.num_children[parent]:
+                self.remove(parent)
+                return True
+            node = parent
+        return False
+
+    def below(self, root: int) -> Iterator[int]:
+        """All nodes, parents first. What changes while it is walked may be in it or not."""
+        waiting = deque((node, self.block_id[node]) for node in self.children(root))
+        while waiting:
+            node, block_id = waiting.popleft()
+            if self.block_id[node] == block_id:  # else gone meanwhile, and its row perhaps another's
+                waiting.extend((child, self.block_id[child]) for child in self.children(node))
+                yield node
 
     def children(self, node: int) -> Iterator[int]:
         """In the order in which they were added. The tree must not change meanwhile."""
@@ -120,18 +184,10 @@ class PrefixTree:
         self._older[node], self._newer[node] = older, newer
         self._newer[older] = self._older[newer] = node
 
-    def _take_row(self) -> int:
-        if self._free:
-            node = self._free.pop()
-        else:
-            node = self._num_rows
-            if node == len(self.parent):
-                for column in self._columns:
-                    column.frombytes(bytes(_ROWS_AT_ONCE * column.itemsize))
-            self._num_rows += 1
-        self.block_id[node] = next(_block_ids)
+    def _new_row(self) -> int:
+        node = self._num_rows
+        if node == len(self.parent):
+            for column in self._columns:
+                column.frombytes(bytes(_ROWS_AT_ONCE * column.itemsize))
+        self._num_rows += 1
         return node
-
-
-def _path(parent: int, key: bytes) -> bytes:
-    return parent.to_bytes(_ROW_BYTES, "little") + key

@@ -10,36 +10,33 @@ goes there instead, computes the prefix again, and from then on two workers hold
 What workers have cached comes with their KV events: a tree over blocks of tokens, where a child is found by (parent
 node, tokens) and a root by the salt. Workers name their blocks by keyed hashes that mean nothing elsewhere; they only
 serve to find the node again. The tree is a hint: what it has forgotten costs a recomputation, never a wrong token.
-Bounded: beyond ``max_nodes`` the end of a prefix that was used least recently goes. Pure; must not know sockets.
+Bounded: beyond ``max_nodes`` the end of a prefix that was used least recently goes. What a worker had that is gone
+matches nothing from then on, and is dropped in parts. Pure but for turns of the loop; must not know sockets.
 """
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import chain
 
 import numpy as np
 
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind
-from octavo.gateway.workers.prefix_tree import NOBODY, PrefixTree
+from octavo.gateway.workers.prefix_tree import NOBODY, Holding, PrefixTree
 from octavo.gateway.workers.registry import WorkerRecord
+from octavo.gateway.workers.stats import RouteReason
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
 MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
 IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
 IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
-
-
-class RouteReason(StrEnum):
-    """Why a worker was chosen; a closed label set."""
-
-    ONLY = "only"
-    PREFIX = "prefix"
-    LOAD = "load"  # no worker had a prefix
-    BALANCE = "balance"  # another one has a longer prefix, and costs more
+PART_BLOCKS = 512  # of a worker that is gone, dropped in one turn of the loop: one or two milliseconds
+PAUSE_S = 0.002  # between two such turns
+# Reading a member of an enum takes longer than comparing it, and these are for each block.
+_STORED, _CLEARED, _DEVICE, _HOST = KvEventKind.STORED, KvEventKind.CLEARED, KvTier.DEVICE, KvTier.HOST
 
 
 class Match(dict[int, int]):
@@ -107,15 +104,6 @@ def _is_overloaded(candidate: Candidate, least_load: float) -> bool:
     return candidate.load > IMBALANCE_RATIO * least_load + IMBALANCE_SLACK
 
 
-class _Holding:
-    """What one worker has: nodes by its hashes and its hashes by nodes, and which nodes lie in host memory."""
-
-    __slots__ = ("hash_of", "node_of", "on_host")
-
-    def __init__(self) -> None:
-        self.node_of, self.hash_of, self.on_host = dict[bytes, int](), dict[int, bytes](), set[int]()
-
-
 class PrefixIndex:
     """Prefixes of one model in blocks of one size. feed: gets every block with its first owner, and without
     its last."""
@@ -127,14 +115,22 @@ class PrefixIndex:
         self._max_nodes = max_nodes
         self._tree = PrefixTree()
         self._roots: dict[str, int] = {}  # by salt; not counted, gone with their last child
-        self._holdings: dict[int, _Holding] = {}  # by worker incarnation
+        self._holdings: dict[int, Holding] = {}  # by worker incarnation
+        self._leaving: deque[Holding] = deque()  # of workers that are gone: still counted, never matched
+        self._block_bytes = block_size * _TOKEN_BYTES
 
     def __len__(self) -> int:
         return len(self._tree)
 
+    @property
+    def parts(self) -> list[object]:
+        """All that is large."""
+        return self._tree.parts
+
     def match(self, token_ids_T: np.ndarray, salt: str) -> Match:
         """Cached tokens are at most len - 1 (the last token is always computed). token_ids_T: int32."""
-        path = self._walk(np.ascontiguousarray(token_ids_T, np.int32), salt)
+        root, keys = self._roots.get(salt, NOBODY), np.ascontiguousarray(token_ids_T, np.int32).tobytes()
+        path = self._tree.walk(root, keys, self._block_bytes) if root and len(keys) >= self._block_bytes else []
         matched = Match()
         holders = self._holdings
         for depth, node in enumerate(path, start=1):
@@ -150,21 +146,47 @@ class PrefixIndex:
         matched.update({incarnation: min(tokens, longest) for incarnation, tokens in matched.items()})
         return matched
 
-    def apply(self, incarnation: int, event: KvEvent) -> None:
-        """Take one event of a worker. What does not fit (unknown parent, wrong block size) is ignored."""
-        if event.kind is KvEventKind.STORED:
-            self._store(incarnation, event)
-        elif event.kind is KvEventKind.REMOVED:
-            self._disown(incarnation, event.block_hash)
-        else:
-            self.forget(incarnation)
+    def apply(self, incarnation: int, *events: KvEvent) -> None:
+        """Take events of a worker. What does not fit (unknown parent, wrong block size) is ignored."""
+        holding = self._holdings.get(incarnation)
+        for event in events:
+            if event.kind is _STORED:
+                if holding is None:
+                    holding = self._holdings[incarnation] = Holding()
+                self._store(holding, event)
+            elif event.kind is _CLEARED:
+                self.forget(incarnation)
+                holding = None
+            elif holding is not None:
+                node = holding.node_of.pop(event.block_hash, NOBODY)
+                if node:
+                    self._disown(holding, node)
+        if holding is not None and not holding.node_of:
+            del self._holdings[incarnation]
 
     def forget(self, incarnation: int) -> None:
-        """The worker's cache is empty, or the worker is gone."""
-        holding = self._holdings.get(incarnation)
-        for block_hash in tuple(holding.node_of) if holding is not None else ():
-            self._disown(incarnation, block_hash)
-        self._holdings.pop(incarnation, None)
+        """The worker's cache is empty, or the worker is gone: nothing of it matches; `drop_part` drops what it had."""
+        holding = self._holdings.pop(incarnation, None)
+        if holding is not None:
+            self._leaving.append(holding)
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether `drop_part` has anything to do."""
+        return bool(self._leaving)
+
+    def drop_part(self) -> list[object]:
+        """Drop some blocks of workers that are gone; what is empty by then, and large. The last stored go first: they
+        are ends, with which nothing else has to go."""
+        num_left, emptied = PART_BLOCKS, list[object]()
+        while self._leaving and num_left:
+            holding = self._leaving[0]
+            while holding.node_of and num_left:
+                self._disown(holding, holding.node_of.popitem()[1])
+                num_left -= 1
+            if not holding.node_of:
+                emptied += [self._leaving.popleft().node_of, holding.hash_of]
+        return emptied
 
     def num_blocks(self, salt: str) -> int:
         """Blocks of this salt that some worker has."""
@@ -174,136 +196,102 @@ class PrefixIndex:
         """STORED for every block of this salt that some worker has, parents first. What changes while it is walked may
         be in it or not."""
         tree, root = self._tree, self._roots.get(salt)
-        waiting = deque((node, tree.block_id[node]) for node in (tree.children(root) if root is not None else ()))
-        while waiting:
-            node, block_id = waiting.popleft()
-            if tree.block_id[node] != block_id:
-                continue  # gone meanwhile, and its row perhaps another's
-            waiting.extend((child, tree.block_id[child]) for child in tree.children(node))
-            if tree.num_owners[node]:
-                yield self._stored(node)
+        return (self._stored(node) for node in (tree.below(root) if root else ()) if tree.num_owners[node])
 
     # ------------------------------------------------------------ parts
 
-    def _walk(self, token_ids_T: np.ndarray, salt: str) -> list[int]:
-        path: list[int] = []
-        node = self._roots.get(salt, NOBODY)
-        data, width = token_ids_T.tobytes(), self.block_size * token_ids_T.itemsize
-        for start in range(0, len(data) - width + 1, width):
-            node = self._tree.find(node, data[start : start + width]) if node else NOBODY
-            if not node:
-                break
-            path.append(node)
-        return path
-
-    def _store(self, incarnation: int, event: KvEvent) -> None:
-        if len(event.token_ids) != self.block_size * _TOKEN_BYTES or not event.block_hash:
+    def _store(self, holding: Holding, event: KvEvent) -> None:
+        """It is for each block that a worker has stored: what is rare has functions of its own."""
+        name, key, tree = event.block_hash, event.token_ids, self._tree
+        if len(key) != self._block_bytes or not name:
             return
-        tree, holding = self._tree, self._holding(incarnation)
-        known = holding.node_of.get(event.block_hash)
-        if known is not None and tree.key_of[known] == event.token_ids and self._is_child(known, holding, event):
-            former_tier = self._tier(known)
-            self._place(known, holding, event.tier)
-            self._tell_tier(known, former_tier)
-            tree.touch([known])
-            return
-        if known is not None:
-            self._disown(incarnation, event.block_hash)
-            holding = self._holding(incarnation)
-        parent = holding.node_of.get(event.parent_hash) if event.parent_hash else self._root(event.salt)
-        if parent is None:
-            return
-        salt = tree.salt_of[parent] if event.parent_hash else event.salt
-        node = tree.find(parent, event.token_ids) or tree.add(parent, event.token_ids, salt)
-        former = holding.hash_of.get(node)
-        former_tier, is_first = self._tier(node), not tree.num_owners[node]
-        if former is None:
-            tree.num_owners[node] += 1
+        node_of, hash_of = holding.node_of, holding.hash_of
+        if name in node_of:
+            if self._store_again(holding, event):
+                return
+            self._disown(holding, node_of.pop(name))
+        if event.parent_hash:
+            parent = node_of.get(event.parent_hash)
+            if parent is None:
+                return
+            salt = tree.salt_of[parent]
         else:
-            holding.node_of.pop(former, None)
-        holding.hash_of[node] = event.block_hash
-        holding.node_of[event.block_hash] = node
-        self._place(node, holding, event.tier)
-        if not is_first:
+            salt = event.salt
+            parent = self._roots.get(salt, NOBODY)
+            if not parent:
+                parent = self._roots[salt] = tree.add_root()
+        node = tree.put(parent, key, salt)
+        num_owners = tree.num_owners[node]
+        if node in hash_of:  # by another name until now
+            former_tier = self._tier(node)
+            del node_of[hash_of[node]]
+        else:
+            former_tier = self._tier(node) if num_owners else _DEVICE
+            tree.num_owners[node] = num_owners + 1
+        hash_of[node] = name
+        node_of[name] = node
+        if event.tier is _HOST or node in holding.on_host:
+            self._place(node, holding, event.tier)
+        if num_owners:
             self._tell_tier(node, former_tier)
         else:
             self._num_owned[salt] += 1
             if self._feed is not None and self._feed.is_followed:
                 self._feed.tell(salt, self._stored(node))
-        tree.touch([node])
-        while len(tree) > self._max_nodes:
+        while len(tree.key_of) > self._max_nodes:
             oldest = tree.oldest_leaf
-            owned = [(each, of.hash_of[oldest]) for each, of in self._holdings.items() if oldest in of.hash_of]
-            for owner, name in owned:
-                self._disown(owner, name)
+            for owner in [each for each in (*self._holdings.values(), *self._leaving) if oldest in each.hash_of]:
+                self._disown(owner, owner.node_of.pop(owner.hash_of[oldest]))
 
-    def _holding(self, incarnation: int) -> _Holding:
-        if incarnation not in self._holdings:
-            self._holdings[incarnation] = _Holding()
-        return self._holdings[incarnation]
-
-    def _is_child(self, node: int, holding: _Holding, event: KvEvent) -> bool:
-        """Whether it follows what the event says."""
+    def _store_again(self, holding: Holding, event: KvEvent) -> bool:
+        """A block by a known name: whether it is the same one, perhaps on another tier."""
+        known = holding.node_of[event.block_hash]
         parent = holding.node_of.get(event.parent_hash) if event.parent_hash else self._roots.get(event.salt)
-        return self._tree.parent[node] == parent
+        if self._tree.key_of[known] != event.token_ids or self._tree.parent[known] != parent:
+            return False
+        former_tier = self._tier(known)
+        self._place(known, holding, event.tier)
+        self._tell_tier(known, former_tier)
+        self._tree.touch((known,))
+        return True
 
     def _tier(self, node: int) -> KvTier:
-        owners = self._tree.num_owners[node]
-        return KvTier.HOST if owners and self._tree.num_on_host[node] == owners else KvTier.DEVICE
+        on_host = self._tree.num_on_host[node]
+        return _HOST if on_host and on_host == self._tree.num_owners[node] else _DEVICE
 
-    def _place(self, node: int, holding: _Holding, tier: KvTier) -> None:
-        is_on_host = tier is KvTier.HOST
+    def _place(self, node: int, holding: Holding, tier: KvTier) -> None:
+        is_on_host = tier is _HOST
         if is_on_host != (node in holding.on_host):
             holding.on_host ^= {node}
             self._tree.num_on_host[node] += 1 if is_on_host else -1
 
     def _tell_tier(self, node: int, former: KvTier) -> None:
         """Followers who know no tiers have it in the end."""
-        if self._tier(node) is former or self._feed is None or not self._feed.is_followed:
+        if self._feed is None or not self._feed.is_followed or self._tier(node) is former:
             return
         salt, block_id = self._tree.salt_of[node], self._tree.block_id[node]
         self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=former))
         self._feed.tell(salt, self._stored(node))
 
-    def _root(self, salt: str) -> int:
-        if salt not in self._roots:
-            self._roots[salt] = self._tree.add_root()
-        return self._roots[salt]
-
-    def _disown(self, incarnation: int, block_hash: bytes) -> None:
-        holding = self._holdings.get(incarnation)
-        node = holding.node_of.pop(block_hash, None) if holding is not None else None
-        if holding is None or node is None:
-            return
-        if not holding.node_of:
-            del self._holdings[incarnation]
-        former = self._tier(node)
-        self._place(node, holding, KvTier.DEVICE)
+    def _disown(self, holding: Holding, node: int) -> None:
+        """A node that this worker had, and has no name for any more."""
+        tree, former = self._tree, self._tier(node)
+        if holding.on_host:
+            self._place(node, holding, _DEVICE)
         del holding.hash_of[node]
-        self._tree.num_owners[node] -= 1
-        tell = self._tell_tier if self._tree.num_owners[node] else self._lost_last_owner
-        tell(node, former)
-        self._prune(node)
-
-    def _lost_last_owner(self, node: int, tier: KvTier) -> None:
-        salt = self._tree.salt_of[node]
+        num_owners = tree.num_owners[node] = tree.num_owners[node] - 1
+        if num_owners:
+            self._tell_tier(node, former)
+            return
+        salt = tree.salt_of[node]
         self._num_owned[salt] -= 1
         if not self._num_owned[salt]:
             del self._num_owned[salt]
         if self._feed is not None and self._feed.is_followed:
-            block_id = self._tree.block_id[node]
-            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=tier))
-
-    def _prune(self, node: int) -> None:
-        """Drop nodes without owners and children, up to the root."""
-        tree = self._tree
-        while not tree.num_owners[node] and not tree.num_children[node] and tree.parent[node]:
-            parent, salt = tree.parent[node], tree.salt_of[node]
-            tree.remove(node)
-            if not tree.parent[parent] and not tree.num_children[parent]:
-                tree.remove(self._roots.pop(salt))
-                return
-            node = parent
+            change = BlockChange(kind=ChangeKind.REMOVED, block_id=tree.block_id[node], tier=former)
+            self._feed.tell(salt, change)
+        if not tree.num_children[node] and tree.prune(node):
+            del self._roots[salt]
 
     def _stored(self, node: int) -> BlockChange:
         tree, parent = self._tree, self._tree.parent[node]
@@ -316,14 +304,28 @@ class PrefixIndex:
         )
 
 
+def _after_a_pause(work: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(PAUSE_S, work)
+
+
 class Prefixes:
     """The indexes of all models, one per model name and block size, and per model a feed of what changes in them.
 
     Each index is bounded by ``max_nodes``; an index goes with its last worker, a feed stays. now_us: see `BlockFeed`.
+    later(work): does it in a later turn of the loop.
     """
 
-    def __init__(self, *, max_nodes: int, now_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> None:
+    def __init__(
+        self,
+        *,
+        max_nodes: int,
+        now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+        later: Callable[[Callable[[], None]], object] = _after_a_pause,
+    ) -> None:
         self._max_nodes = max_nodes
+        self._later = later
+        self._is_dropping = False
+        self._emptied: list[object] = []  # to give back that much memory takes a turn each
         self._now_us = now_us
         self._feeds: dict[str, BlockFeed] = {}
         self._indexes: dict[tuple[str, int], PrefixIndex] = {}
@@ -336,9 +338,10 @@ class Prefixes:
         if index is None:
             index = self._indexes[key] = PrefixIndex(block_size=key[1], max_nodes=self._max_nodes, feed=feed)
         self._key_of[record.incarnation] = key
-        for event in message.events:
-            index.apply(record.incarnation, event)
+        index.apply(record.incarnation, *message.events)
         feed.flush()
+        if index.has_leaving:
+            self._drop()
 
     def match(self, records: Iterable[WorkerRecord], token_ids_T: np.ndarray, salt: str) -> Match:
         """Cached tokens by incarnation, for workers of one model. token_ids_T: int32."""
@@ -356,9 +359,29 @@ class Prefixes:
         if key is None:
             return
         self._indexes[key].forget(incarnation)
-        self._feed(key[0]).flush()
-        if key not in self._key_of.values():
-            del self._indexes[key]
+        self._drop()
+
+    def _drop(self) -> None:
+        if not self._is_dropping:
+            self._is_dropping = True
+            self._later(self._drop_part)
+
+    def _drop_part(self) -> None:
+        """Of one index; what is left later."""
+        self._is_dropping, used = False, set(self._key_of.values())
+        if self._emptied:
+            self._emptied.pop()
+            self._drop()
+        for key, index in [] if self._is_dropping else [*self._indexes.items()]:
+            if index.has_leaving:
+                self._emptied += index.drop_part()
+                self._feed(key[0]).flush()
+            elif key not in used:
+                self._emptied += self._indexes.pop(key).parts
+            else:
+                continue
+            self._drop()
+            return
 
     def follow(self, model: str, salt: str) -> BlockSubscription:
         """Subscribe to the blocks of this salt that the workers of a model have. Raises FeedFull."""

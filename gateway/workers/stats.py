@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from octavo.gateway.workers.views import LostReason
 
@@ -23,6 +24,15 @@ PROTOCOL_ERRORS = (
     "unknown_handle",
     "wrong_count",
 )
+
+
+class RouteReason(StrEnum):
+    """Why a worker was chosen; a closed label set."""
+
+    ONLY = "only"
+    PREFIX = "prefix"
+    LOAD = "load"  # no worker had a prefix
+    BALANCE = "balance"  # another one has a longer prefix, and costs more
 
 
 @dataclass(slots=True, kw_only=True)

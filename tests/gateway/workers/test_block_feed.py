@@ -43,6 +43,8 @@ class Rig:
     def apply(self, worker: int, *events: KvEvent) -> None:
         for event in events:
             self.index.apply(worker, event)
+        while self.index.has_leaving:
+            self.index.drop_part()
         self.feed.flush()
 
     def follow(self, salt: str = "") -> "Follower":

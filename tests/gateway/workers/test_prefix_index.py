@@ -4,6 +4,8 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from octavo.gateway.workers import router
 from octavo.gateway.workers.prefix_tree import PrefixTree
-from octavo.gateway.workers.router import PrefixIndex
-from octavo.wire.messages import KvEvent, KvEventKind
+from octavo.gateway.workers.router import PART_BLOCKS, Prefixes, PrefixIndex
+from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
 
 BLOCK = 2
 
@@ -44,6 +47,12 @@ def index_with(*events: tuple[int, KvEvent], max_nodes: int = 100) -> PrefixInde
     for incarnation, event in events:
         index.apply(incarnation, event)
     return index
+
+
+def drop_all(index: PrefixIndex) -> None:
+    """What workers had that are gone."""
+    while index.has_leaving:
+        index.drop_part()
 
 
 def test_the_longest_run_of_cached_blocks_counts() -> None:
@@ -84,6 +93,7 @@ def test_a_cleared_or_forgotten_worker_leaves_nothing_behind() -> None:
         index = index_with((1, stored(b"a", b"", [1, 2], "s")), (1, stored(b"b", b"a", [3, 4], "s")))
         end(index)
         assert index.match(ids(1, 2, 3), "s") == {}
+        drop_all(index)
         assert (len(index), index._roots, index._holdings) == (0, {}, {})
 
 
@@ -162,6 +172,62 @@ def test_no_store_in_a_full_index_takes_longer_than_another(depth: int) -> None:
     assert len(index) == 3000
 
 
+def test_a_worker_that_leaves_costs_no_turn_much_and_is_found_no_more() -> None:
+    """Some prompts are of 1,500 blocks, and another worker has a few of them."""
+    num_blocks = 6_000
+    index, names = (
+        PrefixIndex(block_size=BLOCK, max_nodes=num_blocks),
+        [n.to_bytes(4, "big") for n in range(num_blocks)],
+    )
+    parents = [b"" if number % 1_500 == 0 else names[number - 1] for number in range(num_blocks)]
+    everything = [stored(names[n], parents[n], [n, n]) for n in range(num_blocks)]
+    index.apply(1, *everything)
+    index.apply(2, *everything[:3])
+    assert index.match(ids(0, 0, 1, 1, 2, 2, 3, 3, 9), "") == {1: 8, 2: 6}
+    assert lines_of(lambda: index.forget(1)) < 10
+    assert index.match(ids(0, 0, 1, 1, 2, 2, 3, 3, 9), "") == {2: 6}
+    index.apply(1, *everything[:2])  # it is there again, and tells what it has
+    assert index.match(ids(0, 0, 1, 1, 2, 2, 3, 3, 9), "") == {1: 4, 2: 6}
+    lines: list[int] = []
+    while index.has_leaving:
+        lines.append(lines_of(index.drop_part))
+    assert len(lines) == -(-num_blocks // PART_BLOCKS)
+    assert max(lines) < 80 * PART_BLOCKS
+    assert len(index) == 3
+    assert index.match(ids(0, 0, 1, 1, 2, 2, 3, 3, 9), "") == {1: 4, 2: 6}
+
+
+def test_each_part_has_a_turn_of_its_own_and_an_index_goes_with_its_last_worker() -> None:
+    turns: list[Callable[[], None]] = []
+    prefixes = Prefixes(max_nodes=10_000, later=turns.append)
+    model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK)
+    first, second = (SimpleNamespace(card=model, capacity=size, incarnation=n) for n in (1, 2))
+    num_blocks = 3 * PART_BLOCKS
+    blocks = tuple(stored(n.to_bytes(4, "big"), b"", [n, n]) for n in range(num_blocks))
+
+    def lengths_while_turns_last() -> list[int]:
+        lengths = []
+        while turns:
+            (work,) = turns
+            turns.clear()
+            work()
+            lengths += [len(index) for index in prefixes._indexes.values()]
+        return lengths
+
+    prefixes.apply(first, KvEvents(epoch="e", events=blocks))  # type: ignore[arg-type]
+    prefixes.apply(second, KvEvents(epoch="e", events=blocks[:1]))  # type: ignore[arg-type]
+    assert turns == []
+    prefixes.forget(1)
+    assert prefixes.match([first, second], ids(0, 0, 9), "") == {2: 2}  # type: ignore[list-item]
+    lengths = lengths_while_turns_last()
+    assert lengths[:3] == [2 * PART_BLOCKS, PART_BLOCKS, 1]
+    prefixes.apply(second, KvEvents(epoch="e", events=(CLEARED, *blocks)))  # type: ignore[arg-type]
+    prefixes.forget(2)
+    lengths = lengths_while_turns_last()
+    assert [before - after for before, after in pairwise(lengths) if before != after] == [PART_BLOCKS, PART_BLOCKS, 1]
+    assert (prefixes._indexes, prefixes._emptied) == ({}, [])
+
+
 def test_a_worker_that_stores_without_end_does_not_grow_the_index() -> None:
     index = PrefixIndex(block_size=BLOCK, max_nodes=50)
     parent = b""
@@ -187,6 +253,7 @@ class Twin:
         self.used: dict[Path, int] = {}
         self.rank: dict[Path, int] = {}
         self.stored: dict[int, list[Path]] = {1: [], 2: []}
+        self.ghosts: list[int] = []
         self.time = 0
 
     def leaves(self) -> list[Path]:
@@ -233,8 +300,23 @@ class Twin:
             path = parent
 
     def forget(self, worker: int) -> None:
-        for path in [*self.stored[worker]]:
-            self.remove(worker, path)
+        """What it has is a ghost's from now on, which no prompt finds."""
+        ghost = min((0, *self.stored)) - 1
+        self.ghosts.append(ghost)
+        self.stored[ghost], self.stored[worker] = self.stored[worker], []
+        for path in self.stored[ghost]:
+            self.owners[path] ^= {worker, ghost}
+
+    def drop(self) -> None:
+        """The last of the first ghost."""
+        is_done = False
+        while self.ghosts and not is_done:
+            left = self.stored[self.ghosts[0]]
+            if left:
+                self.remove(self.ghosts[0], left[-1])
+                is_done = True
+            if not left:
+                self.ghosts.pop(0)
 
 
 workers, salts = st.sampled_from([1, 2]), st.sampled_from(["", "s"])
@@ -275,35 +357,43 @@ class FullIndexes(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def forget(self, worker: int) -> None:
-        self.index.forget(worker)
-        self.twin.forget(worker)
+        if worker in self.index._holdings:
+            self.index.forget(worker)
+            self.twin.forget(worker)
+
+    @rule()
+    def drop(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(router, "PART_BLOCKS", 1)
+            self.index.drop_part()
+        self.twin.drop()
 
     @rule(salt=salts, blocks=st.lists(st.integers(0, 2), max_size=6))
     def match(self, salt: str, blocks: list[int]) -> None:
         found = self.index.match(ids(*(token for block in blocks for token in (block, block)), 9), salt)
         held = dict.fromkeys((1, 2), 0)
         for depth, path in enumerate(self.twin.use((salt, *blocks))):
-            for worker in self.twin.owners[path]:
+            for worker in self.twin.owners[path] - {*self.twin.ghosts}:
                 held[worker] += BLOCK if held[worker] == BLOCK * depth else 0
         assert found == {worker: tokens for worker, tokens in held.items() if tokens}
 
     @invariant()
     def both_know_the_same(self) -> None:
         tree = self.index._tree
+        holdings = self.index._holdings | dict(zip(self.twin.ghosts, self.index._leaving, strict=True))
         known: dict[Path, set[int]] = {}
         waiting: list[tuple[Path, int]] = [((salt,), root) for salt, root in self.index._roots.items()]
         for path, node in waiting:  # grows while it is walked
             for child in tree.children(node):
                 below = (*path, int(np.frombuffer(tree.key_of[child], np.int32)[0]))
-                known[below] = {worker for worker, held in self.index._holdings.items() if child in held.hash_of}
+                known[below] = {worker for worker, held in holdings.items() if child in held.hash_of}
                 assert tree.num_owners[child] == len(known[below])
                 waiting.append((below, child))
         assert known == self.twin.owners
         assert len(self.index) == len(known) <= 6
         leaves = {node for _, node in waiting if tree.parent[node] and not tree.num_children[node]}
         assert set(queue(tree)) == leaves
-        held = self.index._holdings.values()
-        assert sum(len(each.node_of) for each in held) == sum(map(len, self.twin.owners.values()))
+        assert sum(len(each.node_of) for each in holdings.values()) == sum(map(len, self.twin.owners.values()))
 
 
 TestFullIndexes = FullIndexes.TestCase
@@ -358,6 +448,7 @@ def test_it_matches_as_the_plain_reference_does(
                 parent = block_hash
     expected = {worker: reference.longest(prompt, salt) for worker, reference in references.items()}
     assert index.match(ids(*prompt), salt) == {worker: tokens for worker, tokens in expected.items() if tokens}
+    drop_all(index)
     assert len(index) == len({prefix for reference in references.values() for prefix in reference.prefixes.values()})
 
 
