@@ -52,18 +52,34 @@ parts = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") 
 count = torch.cuda.device_count()
 print(torch.__version__, torch.version.cuda or "no", len(parts) if parts and count else count)
 """  # a process sees one part of a GPU at most, each of its children another
+# With torch, which the supervisor has no other use for.
+_CUT = """import sys
+from pathlib import Path
+from octavo.worker.loading.group import check_cut
+def why_not(size):
+    try:
+        check_cut(Path(sys.argv[1]), size)
+    except ValueError as error:
+        return str(error)
+    return ""
+print(why_not(int(sys.argv[2])).partition("config.json: ")[2])
+print(*(size for size in (8, 4, 2, 1) if not why_not(size)))
+"""
 
 
 def check_workers(settings: ServeSettings | WorkerSettings) -> None:
     """Models and device. Raises CliError, CheckpointError, CardError."""
     check_device(settings.device)
     check_group_devices(settings)
+    if settings.runner != "torch" and settings.tensor_parallel_size > 1:
+        numbers = f"--tensor-parallel-size is {settings.tensor_parallel_size}, and the oracle has none"
+        raise usage("there is no model to cut into parts", numbers, "leave it out, or --runner oracle")
     if settings.runner == "torch":
         check_isa(settings.cpu_isa)
         check_numbers(settings)
         check_names(settings.model)
         for model in settings.model:
-            check_model(model, settings)
+            _check_cut(check_model(model, settings), model, settings)
 
 
 def check_peers(settings: ServeSettings) -> None:
@@ -142,7 +158,7 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
         check_names(settings.model)
         for model in settings.model:
             if Path(split_model(model)[1]).expanduser().is_dir():
-                check_model(model, settings)
+                _check_cut(check_model(model, settings), model, settings)
 
 
 def _check_own_address(address: str) -> None:
@@ -309,6 +325,19 @@ def check_model(model: str, settings: ServeSettings | WorkerSettings) -> Path | 
     if settings.num_blocks is not None and settings.num_blocks * settings.block_size < longest:
         raise too_few_blocks(settings.num_blocks, settings.block_size, longest)
     return folder
+
+
+def _check_cut(folder: Path | None, model: str, settings: ServeSettings | WorkerSettings) -> None:
+    """That each rank can have a whole part of the checkpoint. Raises CliError."""
+    size = settings.tensor_parallel_size
+    if size == 1 or folder is None:
+        return
+    command = [sys.executable, "-P", "-c", _CUT, str(folder), str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    why, _, able = done.stdout.strip("\n").partition("\n")
+    if done.returncode == 0 and why:  # else the worker has its own word for it
+        numbers = f"--tensor-parallel-size is {size}, and of {split_model(model)[1]} {why}"
+        raise usage("a model cannot be cut into so many parts", numbers, f"give {' or '.join(able.split())}")
 
 
 def too_few_blocks(num_blocks: int, block_size: int, longest: int) -> CliError:

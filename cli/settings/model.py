@@ -79,7 +79,7 @@ class ModelSettings(Settings):
     tensor_parallel_size: int = setting(
         1,
         "Processes of a worker that compute each step together, each with a part of the weights, and with a GPU of its "
-        "own where there are GPUs (which has not been run on several GPUs yet)",
+        "own where there are GPUs",
         panel="Model", ge=1, le=64,
     )  # fmt: skip
     cpu_isa: Literal["auto", "avx2", "avx512", "vnni", "bf16", "amx"] = setting(

@@ -62,7 +62,8 @@ def _show(whose: str, number: int, what: str, before: int, command: str) -> None
 def _read(words: Sequence[str]) -> tuple[str, int]:
     """Model ("" for the only one) and number. Raises CliError."""
     if len(words) not in (1, 2):
-        raise usage("bad command line", f"{len(words)} words were given", "octavo scale MODEL WORKERS")
+        advice = "octavo scale MODEL WORKERS, or octavo scale --cluster-gateways N"
+        raise usage("bad command line", f"{len(words)} words were given", advice)
     number = words[-1]
     if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MAX_WORKERS:
         raise usage(

@@ -79,6 +79,12 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["--num-blocks", "10"], "--num-blocks 10 × --block-size 16 = 160 tokens, and requests may have 2,048"),
         (["--num-blocks", "10", "--max-model-len", "161"], "--num-blocks 10 × --block-size 16 = 160"),
         (["--max-model-len", "999999"], "--max-model-len is 999,999, and folio-chat has 2,048 positions"),
+        (
+            ["--tensor-parallel-size", "3", "--device", "cpu"],
+            "--tensor-parallel-size is 3, and of folio-chat intermediate_size: 896 cannot be divided among 3 "
+            "tensor-parallel ranks → give 2 or 1",
+        ),
+        (["--tensor-parallel-size", "2", "--runner", "oracle"], "--tensor-parallel-size is 2, and the oracle has none"),
         (["--device", "tpu"], "--device is 'tpu', which is no device"),
         (["--max-batch-tokens", "3"], "--max-batch-tokens is 3, and --max-num-seqs is 256"),
         (["--attention-backend", "nope"], "--attention-backend is 'nope', which is none of them"),
