@@ -52,10 +52,26 @@ ACCESS_FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca
 NEEDS_RAY = "install it with octavo: pip install '.[ray]'"
 
 # Ray's library waits for minutes for a head that does not answer, and may end the process that waits: another process
-# asks first.
+# asks first. What "auto" is to Ray may be the cluster of yesterday, whose address is in a file.
 _LOOK = """
-import json, sys
+import json, os, socket, sys
 import ray
+if sys.argv[1] == "auto" and "://" not in os.environ.get("RAY_ADDRESS", ""):
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:
+        pass
+    else:
+        try:
+            address = canonicalize_bootstrap_address("auto")
+        except ConnectionError:
+            sys.exit("Ray knows of no cluster that runs here")
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError as error:
+            why = error.strerror or error
+            sys.exit(f"Ray takes {address} for the cluster that runs here, and nothing answers there: {why}")
 ray.init(address=sys.argv[1], namespace="octavo", log_to_driver=False)
 context = ray.get_runtime_context()
 hosts = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]

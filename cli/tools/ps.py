@@ -252,10 +252,11 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
     for each in service.processes:
         usage = "-" if each.kv_usage is None else f"{each.kv_usage:.0%}"
         what = (each.name, _shown(each.pid), each.model or "-", _shown(each.ranks), each.state)
+        nowhere = each.role == Role.GATEWAY.value and each.state == "waiting"  # it has no host yet
         rows.append(
             (
                 pid,
-                each.url or each.address or service.address,
+                each.url or each.address or ("-" if nowhere else service.address),
                 *what,
                 _shown(each.requests),
                 usage,

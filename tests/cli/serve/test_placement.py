@@ -241,3 +241,18 @@ def test_mistakes_are_told_before_ray_is_asked(tmp_path: Path) -> None:
         assert "error: the cluster's head cannot be reached" in told
         assert f"127.0.0.1:{port}: " in told
     assert os.listdir(tmp_path) == ["ray"]
+
+
+def test_a_cluster_of_yesterday_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is still in Ray's file."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    private = tmp_path / "ray" / "_private"
+    private.mkdir(parents=True)
+    (tmp_path / "ray/__init__.py").write_text("def init(**asked): raise ValueError('it was asked all the same')\n")
+    told = []
+    for body in (f"return '127.0.0.1:{(port := free_port())}'", "raise ConnectionError('of many words')"):
+        (private / "services.py").write_text(f"def canonicalize_bootstrap_address(asked): {body}\n")
+        told.append(refusal("--cluster=auto", path=tmp_path))
+    assert "error: the cluster cannot be joined" in told[0]
+    assert f"auto: Ray takes 127.0.0.1:{port} for the cluster that runs here, and nothing answers there: " in told[0]
+    assert "auto: Ray knows of no cluster that runs here" in told[1]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from octavo import Client
-from octavo.cli.tools.ps import HEADS, shown_duration
+from octavo.cli.tools.ps import HEADS, ProcessState, ServiceState, rows_of, shown_duration
 from octavo.client.errors import OctavoError
 from tests.support.services.service import Service, environment, launch, wait_for
 
@@ -151,6 +151,17 @@ def test_another_process_with_the_same_id_is_no_service(tmp_path: Path, monkeypa
     folder.chmod(0o755)
     done = ps()
     assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the run directory cannot be used")
+
+
+def test_a_gateway_that_waits_for_a_host_has_no_address() -> None:
+    processes = (
+        ProcessState(name="gateway-0", role="gateway", state="ready"),
+        ProcessState(name="gateway-1", role="gateway", state="ready", address="10.0.0.2:1"),
+        ProcessState(name="gateway-2", role="gateway", state="waiting"),
+        ProcessState(name="worker-0", role="worker", state="waiting"),
+    )
+    rows = rows_of(ServiceState(address="10.0.0.1:1", state="waiting", processes=processes))
+    assert [row[1] for row in rows] == ["10.0.0.1:1", "10.0.0.1:1", "10.0.0.2:1", "-", "10.0.0.1:1"]
 
 
 def test_durations_are_read_at_a_glance() -> None:
