@@ -1,0 +1,164 @@
+"""A process on a cluster that forgets: a reservation that is never granted, answers that are lost, a disk that is full.
+Ray is played."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo.cli.serve import placed
+from octavo.cli.serve.launch import ProcessPlan, Role
+from octavo.cli.serve.parent import EXIT_PLACE_LOST
+from octavo.cli.serve.placed import Ground, Placed
+from octavo.cli.serve.placement import Board, Need, Spot
+
+
+class RayError(Exception): ...
+
+
+class RayActorError(RayError): ...
+
+
+class ActorUnavailableError(RayActorError): ...
+
+
+class RayTaskError(RayError):
+    cause = OSError(28, "No space left on device")
+
+
+ERRORS = SimpleNamespace(
+    RayError=RayError,
+    RayActorError=RayActorError,
+    ActorUnavailableError=ActorUnavailableError,
+    RayTaskError=RayTaskError,
+)
+NEVER = object()
+
+
+class Played:
+    """Answers of an actor, by method, one after the other; the last one stays. grants: whether each reservation is
+    granted."""
+
+    def __init__(self, grants: list[bool], **answers: list[object]) -> None:
+        self.answers: dict[str, list[object]] = {"start": ["host"], "follow": [([], 0)], "write": [None]} | answers
+        self.grants = grants
+        self.asked: list[tuple[str, tuple[object, ...]]] = []
+        self.reserved: list[str] = []
+        self.given_back: list[str] = []
+        self.exceptions = ERRORS
+
+    def remote(self, _: type) -> "Played":
+        return self
+
+    def options(self, **_: object) -> Any:
+        return SimpleNamespace(remote=lambda: self)
+
+    def kill(self, _: object) -> None:
+        self.given_back.append("actor")
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_") or method not in self.answers:
+            raise AttributeError(method)
+        return SimpleNamespace(remote=lambda *arguments: self._answer(method, arguments))
+
+    def _answer(self, method: str, arguments: tuple[object, ...]) -> Any:
+        self.asked.append((method, arguments))
+        left = self.answers[method]
+        return reference(left.pop(0) if len(left) > 1 else left[0])
+
+    def placement_group(self, _: object, *, name: str, **__: object) -> Any:
+        self.reserved.append(name.rpartition("-")[2])
+        answer = None if self.grants.pop(0) else NEVER
+        return SimpleNamespace(name=self.reserved[-1], ready=lambda: reference(answer))
+
+
+def reference(answer: object) -> Any:
+    future: Future[object] = Future()
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    elif answer is not NEVER:
+        future.set_result(answer)
+    return SimpleNamespace(future=lambda: future)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "ANEW_S", "ANSWER_S", "AGAIN_S"):
+        monkeypatch.setattr(placed, name, 0.02)
+
+
+def worker(ray: Played, monkeypatch: pytest.MonkeyPatch, notices: list[str], board: Board | None = None) -> Placed:
+    groups = ModuleType("ray.util.placement_group")
+    vars(groups).update(
+        placement_group=ray.placement_group, remove_placement_group=lambda group: ray.given_back.append(group.name)
+    )
+    strategies = ModuleType("ray.util.scheduling_strategies")
+    vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **__: None
+    for module in (ModuleType("ray"), ModuleType("ray.util"), groups, strategies):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    board = board or Board({})
+    ground = Ground(ray=ray, label="l", board=board, own_node="", towards="127.0.0.1", placing=asyncio.Lock())
+    plan = ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None)
+    files = lambda: {"gateway_endpoints_file": board.doors()}  # noqa: E731
+    return Placed(ground, plan, {}, files, Need(gpus=0, cpus=1), lambda *_: None, notices.append)
+
+
+async def test_a_reservation_that_is_not_granted_is_given_back_and_made_anew(
+    soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, notices = Played([True, False, False, True]), list[str]()
+    process = worker(ray, monkeypatch, notices)
+    assert await process.run() == 0
+    process._leave()  # as where its host is lost
+    async with asyncio.timeout(60):
+        assert await process.run() == 0
+    assert ray.reserved == ["1", "2", "3", "4"]
+    assert ray.given_back == ["actor", "1", "2", "3"]
+    assert [each for each in notices if "waits" in each] == ["worker-0 waits for a host of the cluster with 1 CPU free"]
+
+
+@pytest.mark.parametrize("answers", [{"start": [NEVER]}, {"start": [RayError("lost")]}, {"follow": [RayError("lost")]}])
+async def test_an_actor_whose_answers_are_lost_is_left_for_another(
+    answers: dict[str, list[object]], soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, notices = Played([True], **answers), list[str]()
+    async with asyncio.timeout(60):
+        assert await worker(ray, monkeypatch, notices).run() == EXIT_PLACE_LOST
+    assert ray.given_back == ["actor", "1"]
+    assert "worker-0: its actor does not answer" in notices[-1]
+
+
+async def test_a_file_that_cannot_be_written_on_its_host_is_told_once_and_tried_again(
+    soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placed, "LOOK_S", 0.0)
+    board, notices = Board({}), list[str]()
+    lines = ([], None)
+    ray = Played([True], follow=[lines] * 6 + [NEVER], write=[RayTaskError(), RayTaskError(), None])
+    process = worker(ray, monkeypatch, notices, board)
+    running = asyncio.create_task(process.run())
+    await until(lambda: ("follow", (0,)) in ray.asked)
+    board.put("gateway-1", Spot(host="10.0.0.2", port=1, door=2, control=3))
+    ray.answers["follow"] = [lines] * 3 + [NEVER]
+    await until(lambda: len(writes(ray)) == 3 or process._tell())
+    assert [files for _, files in writes(ray)] == [{"gateway_endpoints_file": "tcp://10.0.0.2:2\n"}] * 3
+    told = [each for each in notices if "learn" in each]
+    assert len(told) == 1
+    assert "worker-0 does not learn what has changed, and it is tried again: " in told[0]
+    assert "No space left on device" in told[0]
+    process.kill()
+    assert await running == 0
+
+
+def writes(ray: Played) -> list[tuple[object, ...]]:
+    return [arguments for method, arguments in ray.asked if method == "write"]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  (another task does it)
+            await asyncio.sleep(0.005)
