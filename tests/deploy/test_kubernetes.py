@@ -211,6 +211,15 @@ def test_a_setting_of_ones_own_reaches_every_pod(tmp_path: Path) -> None:
     assert container["image"] == "mine/octavo-worker:7"
 
 
+@needs_kubectl
+def test_the_image_of_workers_on_cpus_goes_by_the_name_that_the_page_says(tmp_path: Path) -> None:
+    render("cpu", folder=tmp_path)
+    with (tmp_path / "kustomization.yaml").open("a") as file:
+        file.write("\nimages: [{name: octavo-worker-cpu, newName: mine/cpu, newTag: '7'}]\n")
+    (container,) = pod_of(built(tmp_path), "worker")["containers"]
+    assert container["image"] == "mine/cpu:7"
+
+
 def check_pod(pod: Mapping[str, Any], role: str) -> None:
     """Hardened, and with settings that its command has."""
     assert pod["automountServiceAccountToken"] is False
