@@ -38,7 +38,6 @@ MIN_WATCH_S, MAX_WATCH_S = 0.2, 60
 MAX_WATCHED_REQUESTS = 1000
 MAX_BLOCK_CELLS = 4096
 MAX_WORKERS = 64  # of one model
-MAX_GATEWAYS = 64  # on other hosts
 UINT32 = 2**32 - 1
 MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message gets no long answer
 ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
@@ -181,6 +180,7 @@ class MessageRules:
 REQUEST_ID = Visible(MAX_REQUEST_ID)
 _MODEL = Utf8Bytes(0, 256)
 _NAME = Utf8Bytes(1, 256)
+_GATEWAYS = InRange(0, 64)  # on other hosts
 
 TABLE: dict[str, MessageRules] = {
     "octavo.v1.GenerateRequest": MessageRules(
@@ -332,9 +332,7 @@ TABLE: dict[str, MessageRules] = {
     "octavo.v1.ScaleRequest": MessageRules(
         fields={"model": _MODEL, "num_workers": InRange(1, MAX_WORKERS)}, required=("num_workers",)
     ),
-    "octavo.v1.ScaleGatewaysRequest": MessageRules(
-        fields={"num_gateways": InRange(0, MAX_GATEWAYS)}, required=("num_gateways",)
-    ),
+    "octavo.v1.ScaleGatewaysRequest": MessageRules(fields={"num_gateways": _GATEWAYS}, required=("num_gateways",)),
 }
 
 
@@ -361,7 +359,8 @@ def violations(message: Message, prefix: str) -> Iterator[Violation]:
         yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
     for name in rules.required_oneofs:
         if message.WhichOneof(name) is None:
-            yield Violation(field=prefix + name, description="exactly one must be set")
+            choice = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name[name].fields)
+            yield Violation(field=prefix + name, description=f"one of {choice} must be set")
     for name in rules.required:
         if not _is_set(message, name):
             yield Violation(field=prefix + name, description="must be set")

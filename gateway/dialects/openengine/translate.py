@@ -144,7 +144,8 @@ def check_abort(request: oe.AbortRequest) -> None:
     check_known(request)
     match request.WhichOneof("target"):
         case None:
-            raise _violation("target", "exactly one must be set")
+            choice = ", ".join(field.name for field in request.DESCRIPTOR.oneofs_by_name["target"].fields)
+            raise _violation("target", f"one of {choice} must be set")
         case "request_id" if (wrong := REQUEST_ID(request.request_id)) is not None:
             raise _violation("request_id", wrong)
 

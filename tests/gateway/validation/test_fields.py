@@ -346,3 +346,9 @@ def test_whatever_passes_has_only_finite_numbers_in_range(request: pb.GenerateRe
     assert 0 <= params.temperature <= 100
     assert not params.HasField("top_p") or 0 < params.top_p <= 1
     assert request.WhichOneof("input") is not None
+
+
+def test_where_nothing_is_chosen_the_choices_are_named() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_tokenize(pb.TokenizeRequest())
+    assert "input: one of text, chat must be set" in str(refused.value)
