@@ -27,7 +27,7 @@ OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"
     for name in (
         *("CONFIG", "DEBUG", "SUPERVISOR_PID"),  # of the command line
-        *("NATIVE", "KERNELS", "SUMS"),  # of kernels (model/cpu/native.py, model/kernels/trials.py), of ranks
+        *("NATIVE", "SUMS"),  # of kernels (model/cpu/native.py), of ranks
         *(
             "SHARED",
             "HYPOTHESIS",

@@ -1,4 +1,4 @@
-"""Attention of a step in deterministic mode: by the plain kernel, or by those for Hopper GPUs, which are on trial.
+"""Attention of a step in deterministic mode: by the plain kernel, or by those for Hopper GPUs.
 
 Both give a token bits that depend on its own position alone, but not the same bits: a worker takes one of them for all
 its steps.
@@ -16,13 +16,12 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention import invariant_hopper
 from octavo.model.kernels.attention.decode import DecodeArgs, partial_buffers
-from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks, plan_work
+from octavo.model.kernels.attention.decode_work import DecodeWork, plan_work
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
 from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
 from octavo.model.kernels.attention.prefill import QUERY_TILE
 from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.overlap import Overlap
-from octavo.model.kernels.trials import Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +71,7 @@ class HopperAttention:
         config, device = weights.config, weights.embed_VD.device
         self.weights, self.state, self.kv, self.overlap = weights, state, kv, overlap
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        limits = FixedChunks(tokens=invariant_hopper.CHUNK_TOKENS, max_context=state.table_RM.shape[1] * kv.block_size)
+        limits = invariant_hopper.chunks_of(num_kv_heads, state.table_RM.shape[1] * kv.block_size)
         self._work = DecodeWork.allocate(most.decodes, num_kv_heads, device, limits)
         self._partials: tuple[torch.Tensor, torch.Tensor] = (
             partial_buffers(most.decodes, num_heads, config.head_dim, device, limits)
@@ -84,11 +83,8 @@ class HopperAttention:
 
     @staticmethod
     def fits(weights: GpuWeights, kv: KvPool) -> bool:
-        """Whether these are the kernels to take: on trial, since they have not run on a device as they are. With norms
-        of heads nobody has compared their bits there."""
+        """Whether these are the kernels to take."""
         config = weights.config
-        if not Trial.INVARIANT_ATTENTION.is_on or any(layer.qk_norm_2H is not None for layer in weights.layers):
-            return False
         q_TNH = weights.embed_VD.new_empty(1, config.num_attention_heads, config.head_dim)
         return invariant_hopper.fits(q_TNH, kv.k_pools[0])
 

@@ -8,8 +8,8 @@ sequence, the larger halves before the smaller: programs start in this order, an
 
     positions [ 70, 300, 10 ], chunk 128   ->   whole chunks (1,0) (1,1), then ends (0,0) (1,2) (2,0); first parts 0 1 4
 
-In deterministic mode chunks are of one length whatever the batch (`FixedChunks`), and the new token is in one of them,
-as it will be for the tokens behind it.
+In deterministic mode chunks are of one length whatever the batch (`FixedChunks`), an item is several of them, and the
+new token is in one, as it will be for the tokens behind it.
 
 Legend: B sequences of the batch · R rows of the state · W capacity of the list.
 """
@@ -52,22 +52,29 @@ class WorkLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedChunks:
-    """Chunks of so many tokens at absolute positions, of contexts of up to max_context tokens."""
+    """Chunks of so many tokens at absolute positions, of contexts of up to max_context tokens; as many of them an item
+    that there are about target_items."""
 
     tokens: int
     max_context: int
+    target_items: int
 
     def capacity(self, batch_size: int) -> int:
-        """Items that a batch can have at most."""
+        """Items that a batch can have at most, and parts."""
         return batch_size * -(-self.max_context // self.tokens)
+
+    def chunk_tokens(self, total_tokens: int) -> int:
+        """Tokens of an item for a batch whose contexts have so many tokens together, the new ones among them."""
+        return max(1, -(-total_tokens // (self.target_items * self.tokens))) * self.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
     """The list, all int32 on the device. count_1: number of items.
 
-    item_W8: (index in the batch, row, position, first token, end, index of the chunk, chunks of the sequence, where the
-    sequence's parts begin among all parts). arrived_BK: how many chunks of a sequence and KV head are done; zero
+    item_W8: (index in the batch, row, position, first token, end, index of the item, items of the sequence, where the
+    sequence's parts begin among all parts). An item has one part; in deterministic mode one for each of its chunks, but
+    for a sequence's last, which merges its own. arrived_BK: how many items of a sequence and KV head are done; zero
     between launches.
     """
 
@@ -103,7 +110,7 @@ def plan_work_reference(
 ) -> list[tuple[int, ...]]:
     """The obvious reference of `plan_work`: the items."""
     is_fixed = isinstance(limits, FixedChunks)
-    chunk = limits.tokens if isinstance(limits, FixedChunks) else limits.chunk_tokens(sum(positions_B))
+    chunk = limits.chunk_tokens(sum(positions_B) + is_fixed * len(positions_B))
     whole, large_ends, small_ends, first = [], [], [], 0
     for b, (row, position) in enumerate(zip(rows_B, positions_B, strict=True)):
         length = position + is_fixed
@@ -112,7 +119,7 @@ def plan_work_reference(
             end = min((c + 1) * chunk, length)
             ends = large_ends if 2 * (end - c * chunk) > chunk else small_ends
             (whole if c + 1 < count else ends).append((b, row, position, c * chunk, end, c, count, first))
-        first += count
+        first += (count - 1) * (chunk // limits.tokens) + 1 if isinstance(limits, FixedChunks) else count
     whole.sort(key=lambda item: (item[0], item[5]))
     return whole + large_ends + small_ends
 
@@ -140,15 +147,16 @@ def _plan_work_kernel(
     is_row = b < batch_size
     row = tl.load(rows_B + b, mask=is_row, other=0)
     position = tl.load(position_R + row, mask=is_row, other=0)
+    length = position
     if FIXED:
-        length = position + 1
-        chunk = FIXED
-    else:
-        length = position
-        even = tl.cdiv(tl.sum(position, 0), TARGET)
-        chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
+        length = tl.where(is_row, position + 1, 0)
+    even = tl.cdiv(tl.sum(length, 0), TARGET)
+    chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
     count = tl.where(is_row, tl.maximum(tl.cdiv(length, chunk), 1), 0)
-    first = tl.cumsum(count, 0) - count
+    parts = count
+    if FIXED:
+        parts = tl.where(is_row, (count - 1) * (chunk // MULTIPLE) + 1, 0)
+    first = tl.cumsum(parts, 0) - parts
     whole = tl.where(is_row, count - 1, 0)
     at = tl.cumsum(whole, 0) - whole
     for c in range(tl.max(whole, 0)):
@@ -173,11 +181,12 @@ def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) 
     if batch_size > len(work.arrived_BK):
         raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.arrived_BK)}")
     limits = work.limits
-    cuts = (
-        (0, 0, limits.tokens) if isinstance(limits, FixedChunks) else (limits.target_items, limits.min_chunk_tokens, 0)
+    is_fixed = isinstance(limits, FixedChunks)
+    least, multiple = (
+        (limits.tokens,) * 2 if isinstance(limits, FixedChunks) else (limits.min_chunk_tokens, CHUNK_MULTIPLE)
     )
     _plan_work_kernel[(1,)](
         rows_B, position_R, work.count_1, work.item_W8, batch_size,
-        TARGET=cuts[0], LEAST=cuts[1], MULTIPLE=CHUNK_MULTIPLE, FIXED=cuts[2],
+        TARGET=limits.target_items, LEAST=least, MULTIPLE=multiple, FIXED=is_fixed,
         BATCH=next_power_of_2(batch_size), num_warps=4,
     )  # fmt: skip

@@ -20,18 +20,18 @@ from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks
 from octavo.model.kernels.attention.invariant_ring import ring_kernel, write_heads_kernel
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
 
-CHUNK_TOKENS = 256
-"""Of a chunk of a context: two tiles of keys."""
+CHUNK_TOKENS = 512
+"""Of a chunk of a context."""
 TILE = 128
-RING_ELEMENTS = 256 * 64
-"""Of keys in shared memory, and of values: three programs on a multiprocessor."""
+ROOMS = 3
+"""Of a tile's keys or its values each, in shared memory."""
 GROUP = 16
 """Query heads of a KV head, the rest of them padding: rows of the multiplying instruction."""
 WARPS = 4
-REGISTERS = 168
-"""Of a thread at most, for three programs on a multiprocessor."""
-TARGET_PROGRAMS, PROGRAMS_OF_SEQUENCE = 396, 4
-"""A launch has so many at least, and for each sequence and KV head: with longer contexts they go from item to item."""
+REGISTERS = {64: 128, 128: 255}
+"""Of a thread at most, by head dim: for four programs on a multiprocessor, for two."""
+TARGET_PROGRAMS, PROGRAMS_OF_SEQUENCE = 396, 2
+"""A launch has so many at least, and for each sequence and KV head; about as many items there are."""
 MERGED_AT_ONCE = 8
 
 
@@ -42,6 +42,13 @@ def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
         prefill_hopper.fits(q_TNH, k_pool_PKSH)
         and num_heads // num_kv_heads <= GROUP
         and _works_on(q_TNH.device, q_TNH.dtype, num_heads, num_kv_heads, k_pool_PKSH.shape[2], k_pool_PKSH.shape[3])
+    )
+
+
+def chunks_of(num_kv_heads: int, max_context: int) -> FixedChunks:
+    """How contexts of up to so many tokens are cut."""
+    return FixedChunks(
+        tokens=CHUNK_TOKENS, max_context=max_context, target_items=max(1, TARGET_PROGRAMS // num_kv_heads)
     )
 
 
@@ -58,7 +65,7 @@ def _works_on(device: torch.device, dtype: torch.dtype, N: int, K: int, S: int, 
     angle, none = torch.zeros(1, H // 2, device=device), torch.zeros(1, device=device)
     args = DecodeArgs(
         rows_B=position, position_R=position, table_RM=table, cos_LH=angle, sin_LH=angle,
-        work=DecodeWork.allocate(1, K, device, FixedChunks(tokens=CHUNK_TOKENS, max_context=1)),
+        work=DecodeWork.allocate(1, K, device, chunks_of(K, 1)),
         partial_out=none, partial_ml=none, num_heads=N, num_kv_heads=K, head_dim=H, scale=1.0, eps=1.0,
     )  # fmt: skip
     try:
@@ -109,9 +116,10 @@ def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: 
     return {
         "N": num_heads, "K": num_kv_heads, "H": head_dim, "GROUP": GROUP,
         "FEW": next_power_of_2(num_heads // num_kv_heads), "TILE": TILE,
-        "RING": max(1, RING_ELEMENTS // (TILE * head_dim)), "CHUNK": CHUNK_TOKENS, "AT_ONCE": MERGED_AT_ONCE,
+        "ROOMS": ROOMS, "SUMS": prefill_hopper.FORMS[head_dim].sums,
+        "CHUNK": CHUNK_TOKENS, "AT_ONCE": MERGED_AT_ONCE,
         "WARPS": WARPS, "VECTOR": 16 // element_size, "PHASE": max(1, 128 // (head_dim * element_size)),
-        "num_warps": WARPS, "maxnreg": REGISTERS,
+        "num_warps": WARPS, "maxnreg": REGISTERS[head_dim],
     }  # fmt: skip
 
 

@@ -4,10 +4,15 @@ memory, and queries, keys and values of prompts, with the same bits as a decode 
 A decoded token gets what warp_groups.py would give it in any tile of a prompt: the same tiles of keys at absolute
 positions, from its own one back, chunks that end at absolute positions and are merged from the last one back, and
 sums in the same order. The instructions that multiply are others (16 rows, not 64), whose bits are the same; tests
-compare them on a device. Who finishes a sequence's last chunk merges all.
+compare them on a device. An item is one or more chunks, from its last one back: a sequence's last item merges its own
+at once, the others leave each to memory, and who is done last merges all. That gives the same bits for any items.
 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|
                                         <- tile 1 <- tile 0
+
+Shared memory has three rooms, each for a tile's keys or its values: while one is read, the next two are on their way.
+
+    rooms   K0 V0 K1   |QK0|  V1 V0 K1   |PV0|  V1 K2 K1   |QK1|  V1 K2 V2   ...
 
 Legend: B sequences · T tokens · R rows of the state · N query heads · K kv heads · H head dim · S block size ·
 C = (N + 2K)·H · D model dim · W items (model/kernels/attention/decode_work.py). Must not know: when this is used.
@@ -29,22 +34,32 @@ from octavo.model.kernels.attention.invariant_math import (
 )
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
-SUMS = gl.constexpr(8)  # partial sums of a query's weights, as in warp_groups.py
+
+@gluon.jit
+def _rows_of_tile(
+    table, start, end, kv_head, K: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr
+):  # fmt: skip
+    # Of the pool; -1 behind the end, where what the pool has may be no number.
+    token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
+    has = (token >= 0) & (token < end)
+    block = gl.load(table + token // S, mask=has, other=0)
+    return gl.where(has, (block * K + kv_head) * S + token % S, -1)
 
 
 @gluon.jit
-def _copy_tile(
-    keys, values, k_pool, v_pool, table, start, end, kv_head,
-    K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr,
-):  # fmt: skip
-    # Zeros behind the end: what the pool has there may be no number.
-    token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
+def _copy_rows(room, pool, rows, H: gl.constexpr, COPY: gl.constexpr):
     h = gl.arange(0, H, gl.SliceLayout(0, COPY))
-    block = gl.load(table + token // S, mask=token < end, other=0)
-    has = (token < end)[:, None] & (h >= 0)[None, :]
-    at = (((block.to(gl.int64) * K + kv_head) * S + token % S) * H)[:, None] + h[None, :]
-    async_copy.async_copy_global_to_shared(keys, k_pool + at, has)
-    async_copy.async_copy_global_to_shared(values, v_pool + at, has)
+    at = (rows.to(gl.int64) * H)[:, None] + h[None, :]
+    async_copy.async_copy_global_to_shared(room, pool + at, (rows >= 0)[:, None] & (h >= 0)[None, :])
+
+
+@gluon.jit
+def _put_row(rows_of_8, first_row, row, new, H: gl.constexpr, HEADS: gl.constexpr):
+    # Into shared memory, among the copied ones.
+    eight = rows_of_8.index((first_row + row) // 8)
+    one = gl.arange(0, 8, gl.SliceLayout(1, HEADS))
+    mask = (one == row % 8)[:, None] & (gl.arange(0, H, gl.SliceLayout(0, HEADS)) >= 0)[None, :]
+    eight.store(gl.where(mask, new[None, :], eight.load(HEADS)))
 
 
 @gluon.jit
@@ -82,8 +97,9 @@ def ring_kernel(
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
     table_width, log2_scale, eps,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WIDTH: gl.constexpr,
-    GROUP: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, CHUNK: gl.constexpr,
-    AT_ONCE: gl.constexpr, WARPS: gl.constexpr, VECTOR: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr, ROOMS: gl.constexpr, SUMS: gl.constexpr,
+    CHUNK: gl.constexpr, AT_ONCE: gl.constexpr, WARPS: gl.constexpr, VECTOR: gl.constexpr, PHASE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Items one after the other for one KV head; see `invariant_hopper.attend_decodes`."""
     start_next(PDL)
@@ -95,12 +111,13 @@ def ring_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // (H // VECTOR), H // VECTOR], [WARPS, 1], [1, 0])
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [WARPS, 1], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    ALONE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
-    keys_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
-    values_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
+    rooms = gl.allocate_shared_memory(element, [ROOMS, TILE, H], SHARED)
+    rows_of_8 = rooms._reinterpret(element, [ROOMS * TILE // 8, 8, H], SHARED)
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = item_W8 + index * 8
         b = gl.load(item)
@@ -108,19 +125,20 @@ def ring_kernel(
         position = gl.load(item + 2)
         begin = gl.load(item + 3)
         end = gl.load(item + 4)
-        chunk = gl.load(item + 5)
-        num_chunks = gl.load(item + 6)
+        num_items_of_sequence = gl.load(item + 6)
         first = gl.load(item + 7)
+        is_end = end > position
         table = table_RM + row.to(gl.int64) * table_width
         cached = gl.minimum(end, position)
         num_tiles = (end - begin + TILE - 1) // TILE
         gl.thread_barrier()
-        for slot in gl.static_range(RING):
-            ahead = begin + (num_tiles - 1 - slot) * TILE
-            if ahead >= begin:
-                keys, values = keys_ring.index(slot), values_ring.index(slot)
-                _copy_tile(keys, values, k_pool, v_pool, table, ahead, cached, kv_head, K, H, S, TILE, COPY)
-            async_copy.commit_group()
+        last = begin + (num_tiles - 1) * TILE
+        rows = _rows_of_tile(table, last, cached, kv_head, K, S, TILE, COPY)
+        _copy_rows(rooms.index(0), k_pool, rows, H, COPY)
+        async_copy.commit_group()
+        _copy_rows(rooms.index(1), v_pool, rows, H, COPY)
+        async_copy.commit_group()
+        rows = _rows_of_tile(table, last - TILE, cached, kv_head, K, S, TILE, COPY)
 
         m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
         h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
@@ -141,9 +159,7 @@ def ring_kernel(
             q = normed(q, inverse, qk_norm_2H + h[None, :], is_h[None, :])
             q_other = normed(q_other, inverse, qk_norm_2H + other_h[None, :], is_h[None, :])
         q_left = gl.convert_layout(turned(q, q_other, cos[None, :], sin[None, :]).to(element), LEFT)
-        new_k = gl.full([H], 0.0, element, gl.SliceLayout(0, HEADS))
-        new_v = gl.full([H], 0.0, element, gl.SliceLayout(0, HEADS))
-        if end > position:
+        if is_end:
             k_at = (N + kv_head) * H
             k = heads_of(qkv, bias_C, k_at + h, is_h, scale)
             k_other = heads_of(qkv, bias_C, k_at + other_h, is_h, scale)
@@ -157,20 +173,31 @@ def ring_kernel(
             new_at = ((new_block * K + kv_head) * S + position % S) * H + h
             gl.store(k_pool + new_at, new_k)
             gl.store(v_pool + new_at, new_v)
-        new_k = gl.expand_dims(gl.convert_layout(new_k, gl.SliceLayout(1, RIGHT)), 1)
-        new_v = gl.expand_dims(gl.convert_layout(new_v, gl.SliceLayout(0, RIGHT)), 0)
+            async_copy.wait_group(0)
+            gl.thread_barrier()
+            _put_row(rows_of_8, 0, position - last, new_k, H, HEADS)
+            _put_row(rows_of_8, TILE, position - last, new_v, H, HEADS)
 
         most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
         sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
         acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
-        for i in range(num_tiles):
-            here = i % RING
-            start = begin + (num_tiles - 1 - i) * TILE
-            async_copy.wait_group(RING - 1)
+        whole = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+        whole_most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
+        whole_total = gl.full([GROUP], 0.0, gl.float32, ROWS)
+        om = gl.arange(0, GROUP, ROWS)
+        oh = gl.arange(0, H, gl.SliceLayout(0, MMA))
+        out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
+        is_out = (om < G)[:, None] & (oh >= 0)[None, :]
+        here = 0
+        for start in range(last, begin - 1, -TILE):
+            behind = gl.where(here == 0, 2, here - 1)
+            async_copy.wait_group(1)
+            # All threads' copies have arrived, and all are done with the room that the next copy overwrites.
             gl.thread_barrier()
-            keys_right = keys_ring.index(here).permute([1, 0]).load(RIGHT)
-            key = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(0, RIGHT)), 0)
-            keys_right = gl.where(key == position, new_k, keys_right)
+            if start > begin:
+                _copy_rows(rooms.index(behind), k_pool, rows, H, COPY)
+            async_copy.commit_group()
+            keys_right = rooms.index(here).permute([1, 0]).load(RIGHT)
             score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, MMA))
             token = start + gl.arange(0, TILE, gl.SliceLayout(0, MMA))
             score = gl.where((token < end)[None, :], score, float("-inf"))
@@ -179,47 +206,54 @@ def ring_kernel(
             shrink = exp2(most - base)
             zeros = gl.full([GROUP, TILE], 0.0, gl.float32, MMA)
             weight = exp2(gl.fma(score, zeros + log2_scale, zeros - base[:, None]))
-            # A thread has all the weights of a sum then, as in warp_groups.py.
-            weight = gl.convert_layout(weight, LEFT)
-            added = gl.convert_layout(gl.sum(gl.reshape(weight, [GROUP, TILE // SUMS, SUMS]), 1), MMA)
+            # A thread has all the weights of a sum, as in warp_groups.py; with few sums, all of a query.
+            summed = weight if SUMS == 8 * WARPS else gl.convert_layout(weight, LEFT)
+            added = gl.convert_layout(gl.sum(gl.reshape(summed, [GROUP, TILE // SUMS, SUMS]), 1), MMA)
             sums = gl.fma(sums, gl.broadcast(for_rows_of(sums, shrink), sums)[0], added)
             most = new_most
-            values_right = values_ring.index(here).load(RIGHT)
-            value = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(1, RIGHT)), 1)
-            values_right = gl.where(value == position, new_v, values_right)
-            acc = mma_v2(weight.to(element), values_right, acc * shrink[:, None])
-            if RING * TILE < CHUNK:
-                gl.thread_barrier()
-                later = start - RING * TILE
-                if later >= begin:
-                    keys, values = keys_ring.index(here), values_ring.index(here)
-                    _copy_tile(keys, values, k_pool, v_pool, table, later, cached, kv_head, K, H, S, TILE, COPY)
+            weight_left = gl.convert_layout(weight.to(element), LEFT)
+            async_copy.wait_group(1)
+            gl.thread_barrier()
+            if start > begin:
+                _copy_rows(rooms.index(here), v_pool, rows, H, COPY)
+                rows = _rows_of_tile(table, start - 2 * TILE, cached, kv_head, K, S, TILE, COPY)
             async_copy.commit_group()
+            here = gl.where(here == 2, 0, here + 1)
+            acc = mma_v2(weight_left, rooms.index(here).load(RIGHT), acc * shrink[:, None])
+            here = gl.where(here == 2, 0, here + 1)
+            if start % CHUNK == 0:
+                # In the order of warp_groups.py, where a thread has all columns of its eighths.
+                total = gl.convert_layout(gl.sum(gl.convert_layout(sums, ALONE), 1), ROWS)
+                if is_end:
+                    whole, whole_most, whole_total = merge(whole, whole_most, whole_total, acc, most, total)
+                else:
+                    part = (first + start // CHUNK).to(gl.int64) * N
+                    ml = partial_ml + (part + kv_head * G + om) * 2
+                    gl.store(partial_out + part * H + out_at, acc, mask=is_out)
+                    gl.store(ml, most, mask=om < G)
+                    gl.store(ml + 1, total, mask=om < G)
+                most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
+                sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
+                acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
 
-        total = gl.convert_layout(gl.sum(sums, 1), ROWS)
-        om = gl.arange(0, GROUP, ROWS)
-        oh = gl.arange(0, H, gl.SliceLayout(0, MMA))
-        out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
-        is_out = (om < G)[:, None] & (oh >= 0)[None, :]
         out_NH = out_BNH + b.to(gl.int64) * N * H
-        if num_chunks == 1:
-            nothing = gl.full([GROUP, H], 0.0, gl.float32, MMA)
-            acc, most, total = merge(
-                nothing, gl.full([GROUP], float("-inf"), gl.float32, ROWS), gl.full([GROUP], 0.0, gl.float32, ROWS),
-                acc, most, total,
-            )  # fmt: skip
-            gl.store(out_NH + out_at, (acc * (1.0 / total)[:, None]).to(element), mask=is_out)
+        if num_items_of_sequence == 1:
+            gl.store(out_NH + out_at, (whole * (1.0 / whole_total)[:, None]).to(element), mask=is_out)
         else:
-            part = (first + chunk).to(gl.int64) * N
-            ml = partial_ml + (part + kv_head * G + om) * 2
-            gl.store(partial_out + part * H + out_at, acc, mask=is_out)
-            gl.store(ml, most, mask=om < G)
-            gl.store(ml + 1, total, mask=om < G)
+            num_before = gl.where(is_end, begin, (num_items_of_sequence - 1) * (end - begin)) // CHUNK
+            if is_end:
+                part = (first + num_before).to(gl.int64) * N
+                ml = partial_ml + (part + kv_head * G + om) * 2
+                gl.store(partial_out + part * H + out_at, whole, mask=is_out)
+                gl.store(ml, whole_most, mask=om < G)
+                gl.store(ml + 1, whole_total, mask=om < G)
             # The barrier orders every thread's stores before the one atomic that releases them.
             gl.thread_barrier()
-            if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") == num_chunks - 1:
+            if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") == num_items_of_sequence - 1:
                 gl.store(arrived_BK + b * K + kv_head, 0)
-                _store_merged(partial_out, partial_ml, out_NH, first, num_chunks, kv_head, N, G, H, FEW, AT_ONCE, WARPS)
+                _store_merged(
+                    partial_out, partial_ml, out_NH, first, num_before + 1, kv_head, N, G, H, FEW, AT_ONCE, WARPS
+                )
 
 
 @gluon.jit

@@ -26,16 +26,20 @@ LEAST_BLOCK = 8  # tokens: the rows of one pattern in shared memory
 class Form:
     """What differs by head dim. buffers: tiles of keys, and of values, in shared memory. registers: of a thread that
     computes, and of one that loads. keeps_order: whether the product with the values is only waited for behind the
-    exponentials, as it is written, or where the compiler likes."""
+    exponentials, as it is written, or where the compiler likes. sums: partial sums of a query's weights where contexts
+    are cut: as many as the threads of a decode have each to itself (invariant_ring.py) where registers hold them."""
 
     buffers: int
     registers: tuple[int, int]
     keeps_order: bool
+    sums: int
 
 
+SUMS = 8
+"""Partial sums of a query's weights where contexts are not cut."""
 FORMS = {
-    64: Form(buffers=3, registers=(232, 40), keeps_order=True),
-    128: Form(buffers=2, registers=(240, 24), keeps_order=True),
+    64: Form(buffers=3, registers=(232, 40), keeps_order=True, sums=32),
+    128: Form(buffers=2, registers=(240, 24), keeps_order=True, sums=8),
 }
 """The fastest forms of a prototype, which ran on an H100 and an H200 by itself (bench/RESULTS.md)."""
 _compiled: dict[tuple[object, ...], bool] = {}
@@ -99,7 +103,8 @@ def attend(
     )  # fmt: skip
     constants = {
         "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order, "CHUNK": chunk_tokens,
-        "CONSUMER_REGISTERS": form.registers[0], "PRODUCER_REGISTERS": form.registers[1], "num_warps": 4,
+        "SUMS": form.sums if chunk_tokens else SUMS, "CONSUMER_REGISTERS": form.registers[0],
+        "PRODUCER_REGISTERS": form.registers[1], "num_warps": 4,
     }  # fmt: skip
     grid = (min(num_items, _num_programs(q_TNH.device)),)
     if not _compiles((N, K, H, S, chunk_tokens, q_TNH.dtype, q_TNH.device), arguments, constants, grid):

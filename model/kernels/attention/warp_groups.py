@@ -14,7 +14,8 @@ of queries and head to the next: the next one's inputs are on their way while th
 
 In deterministic mode a context is cut at absolute positions into chunks (CHUNK tokens; 0: none), whose results are
 merged from the last one back, as decodes of the mode merge theirs (invariant_ring.py). A token's bits are those of its
-position then: tiles of keys lie at absolute positions, and those behind it change nothing.
+position then: tiles of keys lie at absolute positions, and those behind it change nothing. A query's weights are added
+up in SUMS partial sums, by the column of the tile.
 
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · S block size · W
 tiles. smem: shared memory. Must not know: when this is used.
@@ -35,7 +36,7 @@ from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, mer
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
 KEYS = gl.constexpr(128)  # of a tile
-SUMS = gl.constexpr(8)  # partial sums of a query's weights: the columns that one instruction's threads share
+EIGHT = gl.constexpr(8)  # columns that one instruction's threads share: a query's maximum is one of so many
 COLUMNS = gl.constexpr(64)  # of one copy: as wide as a pattern in shared memory
 SMEM = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 SMEM_OF_QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
@@ -122,14 +123,14 @@ def _produce(work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.cons
 
 
 @gluon.jit
-def _in_sums(x):
+def _in(x, columns: gl.constexpr):
     # Several short chains of maxima or additions instead of a long one.
-    return gl.reshape(x, [x.shape[0], x.shape[1] // SUMS, SUMS])
+    return gl.reshape(x, [x.shape[0], x.shape[1] // columns, columns])
 
 
 @gluon.jit
 def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
-    highest = gl.max(gl.max(_in_sums(score), 1), 1)
+    highest = gl.max(gl.max(_in(score, EIGHT), 1), 1)
     new_most = gl.maximum(most, gl.convert_layout(highest, most.type.layout) * log2_scale)
     base = new_most
     if IS_MASKED:
@@ -138,7 +139,7 @@ def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
     shrink = exp2(most - base)
     zeros = gl.zeros_like(score)
     weight = exp2(gl.fma(score, zeros + log2_scale, zeros - gl.expand_dims(base, 1)))
-    added = gl.convert_layout(gl.sum(_in_sums(weight), 1), total.type.layout)
+    added = gl.convert_layout(gl.sum(_in(weight, total.shape[1]), 1), total.type.layout)
     total = gl.fma(total, gl.broadcast(for_rows_of(total, shrink), total)[0], added)
     return weight, new_most, total, shrink
 
@@ -198,7 +199,7 @@ def _merge_chunk(whole, whole_most, whole_total, acc, most, total):
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, work, N: gl.constexpr, H: gl.constexpr, BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr,
-    CHUNK: gl.constexpr,
+    CHUNK: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     (
         out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, scratch, tiles_W4, num_items,
@@ -293,7 +294,7 @@ def _consume(
 def attend_kernel(
     q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_width, num_items, nowhere, log2_scale,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr,
-    KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, SUMS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     element: gl.constexpr = out_TNH.dtype.element_ty
@@ -330,8 +331,8 @@ def attend_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK)),
-            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK)),
+            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS)),
+            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS)),
             (_produce, (loads, N, K, H, S, BUFFERS)),
         ],
         [4, 1],

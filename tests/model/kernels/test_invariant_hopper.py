@@ -48,28 +48,36 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     return torch.float32
 
 
-def in_fixed_chunks(args: DecodeArgs, max_context: int) -> DecodeArgs:
-    limits = FixedChunks(tokens=CHUNK_TOKENS, max_context=max_context)
+def in_fixed_chunks(args: DecodeArgs, max_context: int, target_items: int = 100) -> DecodeArgs:
+    limits = FixedChunks(tokens=CHUNK_TOKENS, max_context=max_context, target_items=target_items)
     batch, device = len(args.rows_B), args.rows_B.device
     out, ml = partial_buffers(batch, args.num_heads, args.head_dim, device, limits)
     work = DecodeWork.allocate(batch, args.num_kv_heads, device, limits)
     return replace(args, work=work, partial_out=out.fill_(float("nan")), partial_ml=ml.fill_(float("nan")))
 
 
-@pytest.mark.parametrize("lengths", [[70], [0], [255, 256, 10], [1, 2, 3, 5000, 0, 511, 512, 513], [700] * 400])
-def test_items_are_chunks_and_have_the_new_token(lengths: list[int]) -> None:
+@pytest.mark.parametrize("target_items", [1, 4, 200])
+@pytest.mark.parametrize("lengths", [[70], [0], [511, 512, 10], [1, 2, 3, 5000, 0, 1023, 1024, 1025], [700] * 400])
+def test_items_are_whole_chunks_and_have_the_new_token(lengths: list[int], target_items: int) -> None:
     order = torch.randperm(len(lengths)).int()
     positions = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     positions[order.long()] = torch.tensor(lengths, dtype=torch.int32)
-    limits = FixedChunks(tokens=CHUNK_TOKENS, max_context=max(lengths) + 1)
+    limits = FixedChunks(tokens=CHUNK_TOKENS, max_context=max(lengths) + 1, target_items=target_items)
     work = DecodeWork.allocate(len(lengths), 2, DEVICE, limits)
     plan_work(order.to(DEVICE), positions.to(DEVICE), work)
     items = plan_work_reference(order.tolist(), lengths, limits)
     assert work.count_1.tolist() == [len(items)]
-    assert len(items) == sum(length // CHUNK_TOKENS + 1 for length in lengths) <= limits.capacity(len(lengths))
+    assert len(items) <= limits.capacity(len(lengths))
+    assert len(items) <= len(lengths) + target_items
     assert work.item_W8[: len(items)].tolist() == [list(item) for item in items]
     assert sum(end - begin for _, _, _, begin, end, *_ in items) == sum(lengths) + len(lengths)
     assert all(begin % CHUNK_TOKENS == 0 and begin < end for _, _, _, begin, end, *_ in items)
+    # A part for each chunk of an item, but one for a sequence's last item.
+    parts = []
+    for _, _, position, begin, end, _, _, first in items:
+        chunks = range(begin // CHUNK_TOKENS, -(-end // CHUNK_TOKENS))
+        parts += [first + chunks[0]] if end > position else [first + chunk for chunk in chunks]
+    assert len(set(parts)) == len(parts) <= limits.capacity(len(lengths))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +90,9 @@ def test_items_are_chunks_and_have_the_new_token(lengths: list[int]) -> None:
     ],
 )
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True)], ids=["bias", "norm of heads"])
+@pytest.mark.parametrize("target_items", [2, 100])
 def test_decodes_equal_their_reference(
-    N: int, K: int, H: int, positions: list[int], has_bias: bool, has_norm: bool,
+    N: int, K: int, H: int, positions: list[int], target_items: int, has_bias: bool, has_norm: bool,
     kernels: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Twice, as the counters are left by the first launch; with fewer programs than items."""
@@ -91,7 +100,7 @@ def test_decodes_equal_their_reference(
     monkeypatch.setattr(invariant_hopper, "TARGET_PROGRAMS", 2 * K)
     monkeypatch.setattr(invariant_hopper, "PROGRAMS_OF_SEQUENCE", 2)
     (qkv, x, bias), (k_pool, v_pool), args = make_case(N, K, H, positions, kernels)
-    args = in_fixed_chunks(args, max(positions) + 1)
+    args = in_fixed_chunks(args, max(positions) + 1, target_items)
     biases = bias if has_bias else None
     norm = torch.randn(2, H, device=DEVICE).to(kernels) if has_norm else None
     pools = k_pool.cpu().clone(), v_pool.cpu().clone()
@@ -139,7 +148,7 @@ def test_heads_of_prompts_equal_their_reference(
 class Contexts:
     """Sequences of these lengths over blocks in random order, as prompts write them; what is not written is NaN."""
 
-    def __init__(self, lengths: list[int], N: int, K: int, H: int) -> None:
+    def __init__(self, lengths: list[int], N: int, K: int, H: int, *, has_norm: bool) -> None:
         torch.manual_seed(N)
         self.lengths, self.N, self.K, self.H, self.S, D = lengths, N, K, H, 16, 896
         R, M, T, C = len(lengths), max(lengths) // self.S + 2, sum(lengths), (N + 2 * K) * H
@@ -153,13 +162,14 @@ class Contexts:
         angle = torch.rand(max(lengths), H // 2, device="cuda") * 6.28
         self.cos, self.sin = angle.cos(), angle.sin()
         self.qkv, self.x = draw(T, C) * 2, draw(T, D)
-        self.bias = draw(C)
+        self.bias, self.norm = (None, draw(2, H)) if has_norm else (draw(C), None)
         self.firsts = np.cumsum([0, *lengths]).tolist()
         self.q = draw(T, N, H).fill_(float("nan"))
         row_T = torch.cat([torch.full((n,), row) for row, n in enumerate(lengths)]).int().cuda()
         position_T = torch.cat([torch.arange(n) for n in lengths]).int().cuda()
         write_heads(
             self.qkv, self.x, self.bias, self.q, *self.pools, row_T, position_T, self.table, self.cos, self.sin, 1e-6,
+            self.norm,
         )  # fmt: skip
 
     def in_chunks(self, size: int) -> torch.Tensor:
@@ -174,7 +184,7 @@ class Contexts:
         attend_prompts(self.q, *self.pools, out, self.table, tiles, self.H**-0.5)
         return out
 
-    def decoded(self, batch: list[tuple[int, int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def decoded(self, batch: list[tuple[int, int]], target_items: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The heads of (row, position), and the pools, where nothing from there on was written before."""
         pools = [pool.clone() for pool in self.pools]
         position_R = torch.zeros(len(self.lengths), dtype=torch.int32, device="cuda")
@@ -191,11 +201,11 @@ class Contexts:
             work=DecodeWork.allocate(1, self.K, "cuda"), partial_out=blank, partial_ml=blank, num_heads=self.N,
             num_kv_heads=self.K, head_dim=self.H, scale=self.H**-0.5, eps=1e-6,
         )  # fmt: skip
-        args = in_fixed_chunks(args, max(self.lengths))
+        args = in_fixed_chunks(args, max(self.lengths), target_items)
         at = torch.tensor([self.firsts[row] + position for row, position in batch], device="cuda")
         out = torch.full((len(batch), self.N, self.H), float("nan"), dtype=torch.bfloat16, device="cuda")
         plan_work(rows, position_R, args.work)
-        attend_decodes(self.qkv[at], self.x[at], self.bias, *pools, out, args)
+        attend_decodes(self.qkv[at], self.x[at], self.bias, *pools, out, args, self.norm)
         return out, pools
 
 
@@ -204,22 +214,26 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @ON_HOPPER
+@pytest.mark.parametrize("has_norm", [False, True], ids=["bias", "norm of heads"])
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (28, 4, 128), (16, 8, 128), (4, 4, 64)])
-def test_a_token_has_the_same_bits_decoded_or_in_a_chunk_of_any_size(N: int, K: int, H: int) -> None:
-    lengths = [1, 17, 128, 129, 255, 256, 257, 700, 1500]
-    here = Contexts(lengths, N, K, H)
+def test_a_token_has_the_same_bits_decoded_or_in_a_chunk_of_any_size(N: int, K: int, H: int, has_norm: bool) -> None:
+    lengths = [1, 17, 128, 129, 255, 256, 257, 700, 2500]
+    here = Contexts(lengths, N, K, H, has_norm=has_norm)
     whole = here.in_chunks(max(lengths))
     last = [(row, here.firsts[row] + length - 1, length - 1, 1) for row, length in enumerate(lengths)]
     queries, pools, table = here.q.cpu(), [pool.cpu() for pool in here.pools], here.table.cpu()
     wanted = prefill_attention_reference(queries, *pools, table, torch.tensor(last), H**-0.5)
     at = [first for _, first, _, _ in last]
     torch.testing.assert_close(whole.cpu()[at].float(), wanted[at], atol=2e-2, rtol=2e-2)
-    for size in (1, 7, 64, 100, 200):
+    for size in (1, 7, 64, 100, 200, 1000):
         assert torch.equal(bits(here.in_chunks(size)), bits(whole)), size
-    places = (0, 1, 63, 64, 127, 128, 129, 254, 255, 256, 257, 300, 511, 512, 513, 640, 699, 1023, 1024, 1025, 1499)
+    places = (
+        *(0, 1, 63, 64, 127, 128, 129, 254, 255, 256, 257, 300, 511, 512, 513, 640, 699, 1023, 1024, 1025, 1499),
+        *(2047, 2048, 2049, 2499),
+    )
     for place in places:
         batch = [(row, min(place, length - 1)) for row, length in enumerate(lengths)]
-        out, pools = here.decoded(batch)
+        out, pools = here.decoded(batch, target_items=1 + place % 3 * 4)
         assert torch.equal(bits(out), bits(whole[[here.firsts[row] + position for row, position in batch]])), place
         for row, position in batch:
             for pool, written in zip(pools, here.pools, strict=True):

@@ -29,9 +29,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from octavo.model.kernels.attention import warp_groups as kernel
-from octavo.model.kernels.attention.prefill_hopper import FORMS
+from octavo.model.kernels.attention.invariant_hopper import CHUNK_TOKENS
+from octavo.model.kernels.attention.prefill_hopper import FORMS, SUMS
 
-H, S, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+H, S, folder, is_cut = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "cut"
 rows = f"tensordesc<bf16[{min(S, kernel.KEYS.value)}, {kernel.COLUMNS.value}],{kernel.SMEM.value!r}>"
 cubes = f"tensordesc<bf16[{kernel.QUERIES.value}, 1, {kernel.COLUMNS.value}],{kernel.SMEM_OF_QUERIES.value!r}>"
 types = dict(
@@ -41,7 +42,7 @@ types = dict(
 form = FORMS[H]
 constants = dict(
     N=14, K=2, H=H, S=S, BUFFERS=form.buffers, KEEPS_ORDER=form.keeps_order, CONSUMER_REGISTERS=form.registers[0],
-    PRODUCER_REGISTERS=form.registers[1],
+    PRODUCER_REGISTERS=form.registers[1], CHUNK=CHUNK_TOKENS if is_cut else 0, SUMS=form.sums if is_cut else SUMS,
 )
 source = GluonASTSource(kernel.attend_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
@@ -53,11 +54,12 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @needs_compiler
+@pytest.mark.parametrize("contexts", ["whole", "cut"])
 @pytest.mark.parametrize(("H", "S"), [(64, 16), (128, 256)])
-def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int) -> None:
+def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contexts: str) -> None:
     """The assembler says so when it has to wait for each product at once, and keeps the loop in registers."""
     told = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(H), str(S), str(tmp_path)],
+        [sys.executable, "-c", COMPILE, str(H), str(S), str(tmp_path), contexts],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True, text=True, timeout=300, check=False,

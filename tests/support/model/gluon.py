@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 
 def interpreted(module: ModuleType, kernel: str, *, instead: dict[str, Any] | None = None) -> Any:
@@ -51,7 +51,7 @@ class _Language:
         return value
 
     def allocate_shared_memory(self, dtype: Any, shape: list[Any], layout: None) -> "_Shared":
-        return _Shared(_number(shape[0]))
+        return _Shared([_number(each) for each in shape])
 
     def thread_barrier(self) -> None:
         """Threads of a program take turns here, operation by operation."""
@@ -60,11 +60,35 @@ class _Language:
 class _Shared:
     """Tiles that are there, or not yet."""
 
-    def __init__(self, length: int) -> None:
-        self.tiles: list[Any] = [None] * length
+    def __init__(self, shape: list[int]) -> None:
+        self.shape, self.tiles = shape, [None] * shape[0]
 
     def index(self, at: Any) -> "_Tile":
         return _Tile(self, _number(at))
+
+    def _reinterpret(self, element: Any, shape: list[Any], layout: None) -> "_Rows":
+        return _Rows(self, _number(shape[1]))
+
+
+class _Rows:
+    """Tiles, some rows of one at a time."""
+
+    def __init__(self, shared: _Shared, length: int) -> None:
+        self.shared, self.length = shared, length
+
+    def index(self, at: Any) -> "_Rows":
+        tile, row = divmod(_number(at) * self.length, self.shared.shape[1])
+        rows = _Rows(self.shared, self.length)
+        rows.tile, rows.first = self.shared.tiles[tile], row
+        assert rows.tile is not None, "rows are read before their copy was waited for"
+        return rows
+
+    def load(self, layout: None) -> Any:
+        rows = self.tile.handle.data[self.first : self.first + self.length].copy()
+        return tl.tensor(TensorHandle(rows, self.tile.dtype), tl.block_type(self.tile.dtype, list(rows.shape)))
+
+    def store(self, value: Any) -> None:
+        self.tile.handle.data[self.first : self.first + self.length] = value.handle.data
 
 
 class _Tile:
