@@ -7,13 +7,13 @@ model/gpu/layers.py.
 Legend: T tokens, decodes first · S sampled tokens · N query heads · H head dim · D model dim.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.invariant_attention import MostTokens, StepAttention, StepTokens, attention_of
-from octavo.model.gpu.layers import LayerBuffers, SumsInPlace, run_layers
+from octavo.model.gpu.layers import LayerBuffers, SumsInPlace, attend_layers, run_layers
 from octavo.model.gpu.overlapping_layers import (
     OVERLAPPING_SIZES,
     OverlappingCuts,
@@ -26,6 +26,7 @@ from octavo.model.gpu.overlapping_layers import (
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products import gate_up
 from octavo.model.kernels.products.activation import invariant_silu_mul
 from octavo.model.kernels.products.invariant import (
     MANY_TOKENS,
@@ -39,6 +40,7 @@ from octavo.model.kernels.products.overlapping import (
     overlapping_add_product,
     overlapping_gate_up,
     overlapping_product,
+    overlapping_scale,
 )
 from octavo.model.kernels.rows import rms_norm
 
@@ -87,6 +89,16 @@ class InvariantLayers:
         tokens."""
         run_layers(self.weights, _InvariantOps(self, tokens), x_TD)
 
+    def run_to_heads(self, x_TD: torch.Tensor, tokens: StepTokens) -> None:
+        """`run` up to the last layer's attention, whose heads are in the buffers."""
+        attend_layers(self.weights, _InvariantOps(self, tokens), x_TD)
+
+    def finish(self, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
+        """x_SD behind the last layer, of any tokens whose heads there are known; in place where there are no ranks."""
+        last, family = len(self.weights.layers) - 1, self.weights.config.family
+        finished: torch.Tensor = family.finish(_InvariantFinish(self), last, x_SD, attended_SNH)
+        return finished
+
     def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
         """The heads of one layer, in the buffers."""
         out_TNH = self.buffers.out_TNH[: len(x_TD)]
@@ -128,10 +140,14 @@ class InvariantLayers:
             invariant_product(x_TD, gate_up_ED, gate_up_T2I, self.part)
             invariant_silu_mul(gate_up_T2I, x_TD, act_TI, eps)
             return
-        is_many = num_tokens > max(OVERLAPPING_SIZES)
-        scale_T = self.buffers.scale_T[:num_tokens] if is_many else None
-        cut = replace(cut, turns=1)
-        overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=self.overlap, scale_T=scale_T)
+        scale_T = self.buffers.scale_T[:num_tokens] if num_tokens > max(OVERLAPPING_SIZES) else None
+        if scale_T is not None and gate_up.TILES.fit(gate_up_ED):
+            overlapping_scale(x_TD, scale_T, eps)
+            gate_up.gate_up_product(x_TD, gate_up_ED, scale_T, act_TI)
+        else:
+            overlapping_gate_up(
+                x_TD, gate_up_ED, act_TI, eps, cut=replace(cut, turns=1), overlap=self.overlap, scale_T=scale_T
+            )
 
     def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
         """Final norm and head of x_TD[index_S] (int32)."""
@@ -152,32 +168,11 @@ class InvariantLayers:
             logits_SV.copy_(ranks.concatenate(part_SW))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _InvariantOps(SumsInPlace):
-    """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
-    place."""
+class _InvariantFinish(SumsInPlace):
+    """What follows attention (`FinishOps`; a layer is its index) over buffers of `layers`; x is changed in place."""
 
-    layers: InvariantLayers
-    tokens: StepTokens
-
-    @property
-    def weights(self) -> GpuWeights:  # type: ignore[override]
-        """Of the layers."""
-        return self.layers.weights
-
-    def multiply_qkv(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
-        qkv_TC = self.layers.buffers.qkv_TC[: len(x_TD)]
-        self.layers.multiply(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, "qkv")
-        return qkv_TC
-
-    def write_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
-        """See LayerOps: passes qkv_TC on."""
-        return qkv_TC
-
-    def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
-        return self.layers.attend(layer, x_TD, qkv_TC, self.tokens)
+    def __init__(self, layers: InvariantLayers) -> None:
+        self.layers, self.weights = layers, layers.weights
 
     def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
@@ -197,3 +192,25 @@ class _InvariantOps(SumsInPlace):
         put = self.layers.multiply if self.has_sums else self.layers.add_product
         put(y_TQ, matrix_DQ, x_TD, name)
         return x_TD
+
+
+class _InvariantOps(_InvariantFinish):
+    """All operations of a layer (`LayerOps`) of these tokens."""
+
+    def __init__(self, layers: InvariantLayers, tokens: StepTokens) -> None:
+        super().__init__(layers)
+        self.tokens = tokens
+
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        qkv_TC = self.layers.buffers.qkv_TC[: len(x_TD)]
+        self.layers.multiply(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, "qkv")
+        return qkv_TC
+
+    def write_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: passes qkv_TC on."""
+        return qkv_TC
+
+    def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        return self.layers.attend(layer, x_TD, qkv_TC, self.tokens)

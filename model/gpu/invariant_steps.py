@@ -88,15 +88,16 @@ class InvariantMixedStep(MixedStep):
         )
 
     def forward(self, inputs: MixedInputs) -> None:
-        """See MixedStep.forward; here through the last layer's end."""
+        """See MixedStep.forward."""
         x_TD = self._buffers.x_TD[: len(inputs.ids_T)]
         tokens = StepTokens(
             row_T=inputs.row_T, position_T=inputs.position_T, tiles_W4=inputs.tiles_W4, num_decodes=inputs.num_decodes
         )
         self._layers.plan(tokens)
         embed_tokens(self.weights, inputs.ids_T, inputs.row_T, self._state.last_token_R, x_TD)
-        self._layers.run(x_TD, tokens)
+        self._layers.run_to_heads(x_TD, tokens)
 
     def finish(self, index_S: torch.Tensor) -> torch.Tensor:
         """See MixedStep.finish."""
-        return self._buffers.x_TD.index_select(0, index_S)
+        x_SD, out_SNH = (each.index_select(0, index_S) for each in (self._buffers.x_TD, self._buffers.out_TNH))
+        return self._layers.finish(x_SD, out_SNH)

@@ -30,9 +30,9 @@ OverlappingCuts = LayerCuts[OverlappingCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
 """Batch sizes that have cuts of their own: each serves those below it."""
 MOST_STAGES = 8
-WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES = 196_608, 172_032, 114_688
+WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, SHARED_BYTES = 196_608, 172_032, 114_688, 65_536
 """Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
-it can; of one of a small matrix, which is there whole and leaves room to the successor; of one of a pair."""
+it can; of one of a small matrix, which is there whole and leaves room to the successor; of one of a pair; of three."""
 NUMBER_BYTES = 2
 TILES_OF_MANY = (
     OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
@@ -68,13 +68,19 @@ def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
     narrow = min(size, 32) if size <= 128 else 64
     if size == 8:
         gate_up = cut(2 * I, D, WHOLE_BYTES, tokens=size, blocks=2, outputs=128)
+    elif size <= 128:
+        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=size, blocks=1)
     else:
-        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=min(size, 128), blocks=1)
+        gate_up = replace(cut(2 * I, D, PAIRED_BYTES, tokens=128, blocks=1, outputs=128), warps=8)
+    if size <= 128:
+        down = cut(D, I, WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2)
+    else:
+        down = cut(D, I, SHARED_BYTES, tokens=64, blocks=1)
     return OverlappingCuts(
         qkv=cut(A + 2 * config.num_key_value_heads * config.head_dim, D, NARROW_BYTES, tokens=narrow, blocks=2),
         output=cut(D, A, NARROW_BYTES, tokens=narrow, blocks=2),
         gate_up=gate_up,
-        down=cut(D, I, WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2),
+        down=down,
     )
 
 

@@ -199,6 +199,15 @@ def overlapping_gate_up(
     if scale_T is None:
         _launch(x_TD, gate_up_ED, act_TI, None, cut, overlap, then=GATE, eps=eps)
         return
+    overlapping_scale(x_TD, scale_T, eps)
+    _launch(x_TD, gate_up_ED, act_TI, None, cut, overlap, then=SCALED_GATE, eps=eps, scale_T=scale_T)
+
+
+def overlapping_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float) -> None:
+    """scale_T = 1 / rms(x_TD), float32, with the bits that the products compute on the way. Whole blocks of inputs.
+
+    Raises ValueError where a tensor does not fit.
+    """
     from octavo.model.kernels.products.overlapping_kernel import scale_kernel
 
     T, K = x_TD.shape
@@ -206,4 +215,3 @@ def overlapping_gate_up(
     scale_kernel[(-(-T // SCALED_TOKENS),)](
         x_TD, scale_T, T, eps, K=K, TOKENS=SCALED_TOKENS, WARPS=SCALE_WARPS, num_warps=SCALE_WARPS
     )
-    _launch(x_TD, gate_up_ED, act_TI, None, cut, overlap, then=SCALED_GATE, eps=eps, scale_T=scale_T)

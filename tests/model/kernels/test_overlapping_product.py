@@ -18,6 +18,7 @@ import triton
 from octavo.model.gpu.overlapping_layers import TILES_OF_MANY
 from octavo.model.kernels.attention.prefill_hopper import COMPILERS
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products.gate_up import gate_up_product
 from octavo.model.kernels.products.invariant import Splits, invariant_add_product, invariant_product, part_elements
 from octavo.model.kernels.products.overlapping import (
     ADD,
@@ -27,6 +28,7 @@ from octavo.model.kernels.products.overlapping import (
     overlapping_add_product,
     overlapping_gate_up,
     overlapping_product,
+    overlapping_scale,
 )
 from octavo.model.kernels.products.split_k import (
     SplitKCut,
@@ -182,6 +184,19 @@ def test_many_tokens_have_the_bits_of_few(tiles: OverlappingCut, T: int, O: int,
     invariant_product(y, weight, expected, part)
     overlapping_product(y, weight, out, None, cut=replace(tiles, turns=splits.count), overlap=Overlap.NONE)
     assert torch.equal(out, expected)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("T", [257, 1024, 2500])
+def test_gate_and_up_of_the_fast_mode_have_the_same_bits(T: int) -> None:
+    torch.manual_seed(10)
+    x, weight = draw(T, 896) * 3, draw(2 * 4864, 896) * 896**-0.5
+    few, many = (torch.full((T, 4864), float("nan"), device="cuda", dtype=DTYPE) for _ in range(2))
+    overlapping_gate_up(x, weight, few, 1e-6, cut=CUTS[0], overlap=Overlap.DEPENDENT)
+    scale_T = torch.full((T,), float("nan"), device="cuda")
+    overlapping_scale(x, scale_T, 1e-6)
+    gate_up_product(x, weight, scale_T, many)
+    assert torch.equal(many, few)
 
 
 @ON_HOPPER
