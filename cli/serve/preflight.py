@@ -47,11 +47,26 @@ BACKENDS = ("auto", "reference", "sdpa")
 MAX_PORT = 65535
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _CUDA_TIMEOUT_S = 60.0
-_COUNT_GPUS = """import os, torch
+_COUNT_GPUS = """import ctypes, os, runpy
+from importlib.util import find_spec
+if find_spec("torch") is None:
+    raise SystemExit("torch is not installed")
+about = runpy.run_path(os.path.join(os.path.dirname(find_spec("torch").origin), "version.py"))
+count, version = ctypes.c_int(0), ctypes.c_int(0)
+if about.get("hip"):
+    import torch
+    count.value = torch.cuda.device_count()
+elif about["cuda"]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuDriverGetVersion(ctypes.byref(version))
+        if version.value // 1000 >= int(about["cuda"].partition(".")[0]):
+            driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except OSError:
+        pass
 parts = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip().startswith("MIG-")]
-count = torch.cuda.device_count()
-print(torch.__version__, torch.version.cuda or "no", len(parts) if parts and count else count)
-"""  # a process sees one part of a GPU at most, each of its children another
+print(about["__version__"], about["cuda"] or "no", len(parts) if parts and count.value else count.value)
+"""  # importing torch takes seconds; and a process sees one part of a GPU at most, each of its children another
 # With torch, which the supervisor has no other use for.
 _CUT = """import sys
 from pathlib import Path
@@ -279,8 +294,8 @@ def serves_on_gpu(settings: ServeSettings, devices: Path = Path("/dev")) -> bool
 
 
 def _gpus() -> tuple[str, str, str]:
-    """torch's version, that of its CUDA or "no", the number of GPUs: asked in a process that ends, since torch is large
-    and what only supervises has no use for it."""
+    """torch's version, that of its CUDA or "no", the number of GPUs: asked in a process that ends, since the driver
+    keeps what it has begun, and what only supervises has no use for it."""
     command = [sys.executable, "-P", "-c", _COUNT_GPUS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CUDA_TIMEOUT_S, check=True)

@@ -1,18 +1,24 @@
 """Compiling kernels many at a time, before the first of them is launched.
 
-Triton compiles a kernel at its first launch, one after the other: half a minute of a first start. Most of that runs
-outside Python's lock, so threads share it well.
+Triton compiles a kernel at its first launch, one after the other, and then has a C compiler build what launches it, a
+library for each kind of arguments: together the better part of a minute of a first start. Most of that runs outside
+Python's lock, so threads share it well.
 
 Must not know: any particular kernel.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from threading import Lock, Thread
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 MAX_THREADS = 16
@@ -21,27 +27,99 @@ OnProgress = Callable[[int, int], None]
 """Called with (kernels compiled, kernels in all)."""
 
 
+@triton.jit
+def _kernel(number_1):
+    tl.store(number_1, 0)
+
+
+def wake_compiler(device: torch.device) -> Thread:
+    """Begin to do what the first kernel waits for whatever it is: the device's context, the compiler's own files read
+    and hashed, what talks to the driver built. A thread does it, and never keeps the process from ending."""
+
+    def compile_one() -> None:
+        with suppress(Exception), torch.cuda.device(device):  # the first kernel says what is wrong
+            source = ASTSource(fn=_kernel, signature={"number_1": "*i32"}, constexprs={})
+            kernel = triton.compile(source, target=driver.active.get_current_target())
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    thread = Thread(target=compile_one, name="compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+class _WithLaunchers(Executor):
+    """Runs what compiles a kernel, and builds what launches it where no other kernel's is the same."""
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+        self._built = set[str]()
+        self._lock = Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._pool.submit(self._compile, fn, *args, **kwargs)
+
+    def _compile(self, compile_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kernel = compile_kernel(*args, **kwargs)
+        kind = str((*kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)))
+        with self._lock:
+            is_new = kind not in self._built
+            self._built.add(kind)
+        if is_new:
+            with suppress(Exception):  # the first launch says what is wrong
+                driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
+
+
+_compiling = False
+
+
+def is_compiling() -> bool:
+    """Whether kernels that are launched now are compiled only."""
+    return _compiling
+
+
 @contextmanager
 def compiling(on_progress: OnProgress, *, num_threads: int | None = None) -> Iterator[None]:
-    """Kernels that are launched inside do not run: what is not compiled yet is, by threads, before the end.
+    """Kernels that are launched inside do not run: what is not compiled yet is, by threads, before the end, and so is
+    what launches them.
 
-    Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. Raises what the compiler
-    raises. One at a time, in one thread.
+    Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
+    compile raises what the compiler does at its first launch. One at a time, in one thread.
     """
-    launch = JITFunction.run
+    threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
+    with (
+        ThreadPoolExecutor(threads, "compile") as pool,
+        triton.AsyncCompileMode(_WithLaunchers(pool), ignore_errors=True) as mode,
+    ):
+        with _only_compiling() as coming:
+            yield
+        futures = list(mode.raw_futures)
+        on_progress(0, len(futures))
+        for done, _ in enumerate(as_completed(futures), 1):
+            on_progress(done, len(futures))
+        for kernels, key in coming:
+            if kernels[key].future.exception() is not None:
+                del kernels[key]
+
+
+@contextmanager
+def _only_compiling() -> Iterator[list[tuple[dict[str, Any], str]]]:
+    """The list is of the kernels that were asked for: a table, and the key there."""
+    global _compiling
+    asked: list[tuple[dict[str, Any], str]] = []
+    launch, compile_one = JITFunction.run, JITFunction._do_compile
 
     def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         return launch(kernel, *args, grid=grid, warmup=True, **named)
 
-    threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, "compile") as pool, triton.AsyncCompileMode(pool) as mode:
-        JITFunction.run = only_compile
-        try:
-            yield
-        finally:
-            JITFunction.run = launch
-        futures = list(mode.raw_futures)
-        on_progress(0, len(futures))
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            on_progress(done, len(futures))
+    def compile_once(kernel: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
+        kernels = kernel.device_caches[device][0]
+        kernels[key] = compile_one(kernel, key, signature, device, *rest)  # the same launch again finds it there
+        asked.append((kernels, key))
+        return kernels[key]
+
+    JITFunction.run, JITFunction._do_compile, _compiling = only_compile, compile_once, True
+    try:
+        yield asked
+    finally:
+        JITFunction.run, JITFunction._do_compile, _compiling = launch, compile_one, False

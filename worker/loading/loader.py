@@ -209,6 +209,7 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
     check_deterministic(config)
     if wants_cuda_runner(config):
         require_executable(triton_folder(), "TRITON_CACHE_DIR")
+        _wake_compiler(torch.device(config.device))
         if ranks.rank == 0:
             read_ahead(mapped_libraries())
     prefer_huge_pages()
@@ -335,6 +336,12 @@ def wants_cuda_runner(config: WorkerConfig) -> bool:
     if torch.device(config.device).type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return config.attention_backend is None and config.check_numerics is CheckNumerics.OFF
+
+
+def _wake_compiler(device: torch.device) -> None:
+    from octavo.model.kernels.precompile import wake_compiler
+
+    wake_compiler(device)
 
 
 def _make_cuda_runner(

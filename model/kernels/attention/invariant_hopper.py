@@ -19,6 +19,7 @@ from octavo.model.kernels.attention.decode import LOG2_E, DecodeArgs
 from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks
 from octavo.model.kernels.attention.invariant_ring import ring_kernel, write_heads_kernel
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
+from octavo.model.kernels.precompile import is_compiling
 
 CHUNK_TOKENS = 512
 """Of a chunk of a context."""
@@ -38,10 +39,11 @@ MERGED_AT_ONCE = 8
 def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
     """Whether a worker with queries and pools like these takes these kernels: both compile there."""
     num_heads, num_kv_heads = q_TNH.shape[1], k_pool_PKSH.shape[1]
+    work = _works_on.__wrapped__ if is_compiling() else _works_on  # what they only may do is asked again
     return (
         prefill_hopper.fits(q_TNH, k_pool_PKSH)
         and num_heads // num_kv_heads <= GROUP
-        and _works_on(q_TNH.device, q_TNH.dtype, num_heads, num_kv_heads, k_pool_PKSH.shape[2], k_pool_PKSH.shape[3])
+        and work(q_TNH.device, q_TNH.dtype, num_heads, num_kv_heads, k_pool_PKSH.shape[2], k_pool_PKSH.shape[3])
     )
 
 

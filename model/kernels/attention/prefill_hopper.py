@@ -16,6 +16,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.model.kernels.attention.warp_groups import COLUMNS, KEYS, QUERIES, SMEM, SMEM_OF_QUERIES, attend_kernel
+from octavo.model.kernels.precompile import is_compiling
 
 COMPILERS = ("3.6.",)
 """Releases of triton whose Gluon the kernel is written in: the language is experimental, and changes."""
@@ -116,7 +117,10 @@ def attend(
 def _compiles(
     shape: tuple[object, ...], arguments: tuple[object, ...], constants: Mapping[str, object], grid: tuple[int]
 ) -> bool:
-    """Whether the kernel of this shape does, which is tried once: on another toolchain prompts are slower, not lost."""
+    """Whether the kernel of this shape does, which is tried once: on another toolchain prompts are slower, not lost.
+    While kernels are compiled only, it may."""
+    if is_compiling():
+        return True
     if shape not in _compiled:
         try:
             attend_kernel.warmup(*arguments, grid=grid, **constants)

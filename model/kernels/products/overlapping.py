@@ -28,6 +28,7 @@ import torch
 
 from octavo.model.kernels.checks import check_tensor
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.precompile import is_compiling
 from octavo.model.kernels.products.split_k import SplitKRoom
 
 BLOCK = 64
@@ -78,21 +79,39 @@ def fits(*weights_OK: torch.Tensor) -> bool:
     )
 
 
-@cache
 def _works_on(device: torch.device) -> bool:
-    """Whether the kernel compiles for the device and multiplies there. Gluon is experimental: without it the other ways
-    through a layer are left, which are only slower."""
+    """Whether the kernel compiles for the device and multiplies there; while kernels are compiled only, it may."""
     if torch.cuda.get_device_capability(device) != HOPPER:
         return False
-    y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
-    cut, out = OverlappingCut(blocks=1, splits=2, stages=2), y.new_empty(3, 96)
-    room = SplitKRoom.allocate(num_elements=cut.part_elements(3, 96), num_tiles=cut.num_tiles(3, 96), device=device)
+    if is_compiling():
+        _compile_trial(device)
+        return True
+    return _passes_trial(device)
+
+
+@cache
+def _compile_trial(device: torch.device) -> None:
+    _multiply(device)
+
+
+@cache
+def _passes_trial(device: torch.device) -> bool:
+    """Gluon is experimental: without it the other ways through a layer are left, which are only slower."""
     try:
-        _enqueue(y, weight, out, room, cut, Overlap.DEPENDENT, then=PUT)
-        return torch.equal(out, (y.float() @ weight.float().T).bfloat16())
+        out, expected = _multiply(device)
+        return torch.equal(out, expected)
     except Exception as error:  # whatever the compiler raises
         warnings.warn(f"steps do without products that overlap, whose kernel failed: {error!r}", stacklevel=2)
         return False
+
+
+def _multiply(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A small product, and what it must be."""
+    y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
+    cut, out = OverlappingCut(blocks=1, splits=2, stages=2), y.new_empty(3, 96)
+    room = SplitKRoom.allocate(num_elements=cut.part_elements(3, 96), num_tiles=cut.num_tiles(3, 96), device=device)
+    _enqueue(y, weight, out, room, cut, Overlap.DEPENDENT, then=PUT)
+    return out, (y.float() @ weight.float().T).bfloat16()
 
 
 def _launch(

@@ -116,6 +116,45 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
     assert starts == []
 
 
+DRIVER = """
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuInit(unsigned flags) { return FAILS; }
+int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    ("cuda", "version", "fails", "visible", "expected"),
+    [
+        ("'13.0'", 13000, 0, None, ("13.0", "3")),
+        ("'13.0'", 12080, 0, None, ("13.0", "0")),  # the driver is too old for this torch
+        ("'12.8'", 13000, 0, None, ("12.8", "3")),
+        ("'13.0'", 13000, 100, None, ("13.0", "0")),
+        ("None", 13000, 0, None, ("no", "0")),
+        ("'13.0'", 13000, 0, "MIG-a,MIG-b", ("13.0", "2")),
+    ],
+)
+def test_gpus_are_counted_without_importing_torch(
+    cuda: str, version: int, fails: int, visible: str | None, expected: tuple[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('seconds of a start')\n")
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.11.0+x'\ncuda = {cuda}\nhip = None\n")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    macros = [f"-DVERSION={version}", f"-DFAILS={fails}"]
+    made = ["gcc", "-shared", "-fPIC", *macros, str(tmp_path / "driver.c"), "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(made, check=True, timeout=120)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert preflight._gpus() == ("2.11.0+x", *expected)
+
+
 def test_a_gpu_that_is_not_there_is_told_by_the_flag(
     monkeypatch: pytest.MonkeyPatch, starts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:

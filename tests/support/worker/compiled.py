@@ -9,7 +9,6 @@ were in time.
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu import autotune
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels import precompile
 from octavo.model.kernels.products import overlapping
 from octavo.model.layers.linear import WeightFormat
 from octavo.worker.config import Deterministic
@@ -106,13 +106,13 @@ def pretend() -> set[tuple[str, str]]:
         (torch, "_scaled_mm", lambda a, b, *rest, out=None, **named: out if out is not None else product(a, b)),
         (torch.Tensor, "__matmul__", product),
         (torch.Tensor, "addmm_", lambda tensor, a, b: tensor),
-        (overlapping, "_works_on", lambda device: True),
+        (overlapping, "_passes_trial", lambda device: overlapping._multiply(device) is not None),
         (autotune, "time_graph", lambda work, stream=None, steps=1: (work(), 1.0)[1]),
         (autotune, "write_names", lambda file, names: None),
         (autotune, "read_names", lambda file: {}),
         (graph_runner, "GraphRecorder", Recorder),
         (memory, "GraphRecorder", Recorder),
-        (loading, "compiling", lambda on_progress: nullcontext()),
+        (loading, "compiling", lambda on_progress: mock.patch.object(precompile, "_compiling", True)),
     ):
         setattr(place, name, value)
     return launched

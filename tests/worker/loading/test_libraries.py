@@ -42,14 +42,17 @@ def test_every_byte_is_read_and_what_is_missing_is_left_out(tmp_path: Path, monk
     assert [(each["event"], each["num_bytes"]) for each in told] == [("libraries_read", 5321)]
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", 1), ("cpu", 0)])
-def test_a_start_on_a_gpu_begins_with_it(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 2), ("cpu", 0)])
+def test_a_start_on_a_gpu_begins_with_it_and_wakes_the_compiler(
+    device: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[Any] = []
 
     def stop(*arguments: object) -> None:
         raise Stopped
 
     monkeypatch.setattr(loader, "read_ahead", begun.append)
+    monkeypatch.setattr(loader, "_wake_compiler", begun.append)
     monkeypatch.setattr(loader, "_resolve", stop)
     monkeypatch.setattr(loader, "wants_cuda_runner", lambda config: config.device == "cuda")
     monkeypatch.setattr(loader, "require_executable", lambda *arguments: None)

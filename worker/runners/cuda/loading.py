@@ -109,8 +109,8 @@ def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: 
     first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:
         with torch.inference_mode():
-            runner = CudaRunner(first_layers, replace(config, num_blocks=1))
             with compiling(on_progress):
+                runner = CudaRunner(first_layers, replace(config, num_blocks=1))
                 runner.run_all()
             torch.cuda.synchronize(weights.embed_VD.device)
         del runner
