@@ -26,6 +26,8 @@ TARGET_PROGRAMS = 396  # three per multiprocessor of an H100
 MIN_CHUNK_TOKENS = 128
 CHUNK_MULTIPLE = 64  # a chunk is whole rounds of the attention kernel
 ITEM_WORDS = 8
+WIDTHS = (16, 64, 256)
+"""Batches that a kernel plans for; beyond them powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ def _put_item(item_W8, at, mask, b, row, position, length, chunk, c, count, firs
     tl.store(item + 7, first, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def _plan_work_kernel(
     rows_B, position_R, count_1, item_W8, batch_size,
     TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, FIXED: tl.constexpr, BATCH: tl.constexpr,
@@ -170,6 +172,11 @@ def _plan_work_kernel(
     tl.store(count_1, tl.sum(count, 0))
 
 
+def _width(batch_size: int) -> int:
+    """Rows that a kernel of it takes: few widths, since each is compiled."""
+    return next((width for width in WIDTHS if batch_size <= width), next_power_of_2(batch_size))
+
+
 def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) -> None:
     """Fill the list for the rows of this step (int32): a sequence has position_R[row] tokens in the cache.
 
@@ -188,5 +195,5 @@ def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) 
     _plan_work_kernel[(1,)](
         rows_B, position_R, work.count_1, work.item_W8, batch_size,
         TARGET=limits.target_items, LEAST=least, MULTIPLE=multiple, FIXED=is_fixed,
-        BATCH=next_power_of_2(batch_size), num_warps=4,
+        BATCH=_width(batch_size), num_warps=4,
     )  # fmt: skip

@@ -81,12 +81,17 @@ def fits(*weights_OK: torch.Tensor) -> bool:
 
 def _works_on(device: torch.device) -> bool:
     """Whether the kernel compiles for the device and multiplies there; while kernels are compiled only, it may."""
-    if torch.cuda.get_device_capability(device) != HOPPER:
+    if not _is_hopper(device):
         return False
     if is_compiling():
         _compile_trial(device)
         return True
     return _passes_trial(device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == HOPPER
 
 
 @cache

@@ -13,6 +13,9 @@ import triton
 from octavo.model.kernels.attention.decode_ring import KNOWN_VERSIONS
 from tests.support.worker.compiled import CASES
 
+MOST_KERNELS = 96
+"""Of any case: each is time of a first start, a constant that could be an argument makes several of one."""
+
 
 @pytest.mark.skipif(not triton.__version__.startswith(KNOWN_VERSIONS), reason="what is asked is this triton's")
 @pytest.mark.parametrize("case", CASES)
@@ -25,4 +28,4 @@ def test_no_kernel_is_compiled_late(case: str, tmp_path) -> None:
     assert told.returncode == 0, told.stderr
     *late, compiled = told.stdout.splitlines()
     assert not late, "\n".join(late)
-    assert int(compiled) > 20
+    assert 20 < int(compiled) <= MOST_KERNELS
