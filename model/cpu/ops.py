@@ -187,8 +187,9 @@ def threads_for_product(num_rows: int, num_bytes: int) -> int:
 def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``max(dim=-1)``: most_S of the dtype, the lowest index_S (int64) where there are several. Where a row has a
     NaN, most_S is NaN and index_S some valid index."""
-    library = native_library()
-    if library is None or not logits_SV.is_cpu or logits_SV.dtype != torch.float32 or logits_SV.stride(1) != 1:
+    fits = logits_SV.is_cpu and logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1
+    library = native_library() if fits else None  # compiling it takes seconds, for nothing where a GPU serves
+    if library is None:
         return logits_SV.max(dim=-1)
     num_rows, width = logits_SV.shape
     most_S = logits_SV.new_empty(num_rows)

@@ -38,7 +38,7 @@ TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
 """Each stands for the sizes below it, down to the one before; those below one that has a single way go with the next.
 Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them), with one
 row those that overlap have; beyond the last there is cuBLAS alone (bench/RESULTS.md)."""
-WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
+WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""

@@ -47,19 +47,39 @@ def wake_compiler(device: torch.device) -> Thread:
     return thread
 
 
-class _WithLaunchers(Executor):
-    """Runs what compiles a kernel, and builds what launches it where no other kernel's is the same."""
+class _Tasks(Executor):
+    """What compiles kernels, until `run`: each also builds what launches its kernel, where no other's is the same."""
 
-    def __init__(self, pool: Executor) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._built = set[str]()
         self._lock = Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._pool.submit(self._compile, fn, *args, **kwargs)
+        future: Future[Any] = Future()
+        self._waiting.append((future, lambda: fn(*args, **kwargs)))
+        return future
 
-    def _compile(self, compile_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kernel = compile_kernel(*args, **kwargs)
+    def run(self, num_threads: int, on_progress: OnProgress) -> None:
+        """All of them."""
+        on_progress(0, len(self._waiting))
+        with ThreadPoolExecutor(num_threads, "compile") as pool:
+            running = [pool.submit(self._run, *each) for each in self._waiting]
+            for done, _ in enumerate(as_completed(running), 1):
+                on_progress(done, len(running))
+
+    def drop(self) -> None:
+        """Let nobody wait for those that have not run."""
+        for future, _ in self._waiting:
+            if not future.done():
+                future.set_exception(RuntimeError("it was not compiled"))
+
+    def _run(self, future: Future[Any], compile_kernel: Callable[[], Any]) -> None:
+        try:
+            kernel = compile_kernel()
+        except Exception as error:
+            future.set_exception(error)
+            return
         kind = str((*kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)))
         with self._lock:
             is_new = kind not in self._built
@@ -67,7 +87,7 @@ class _WithLaunchers(Executor):
         if is_new:
             with suppress(Exception):  # the first launch says what is wrong
                 driver.active.launcher_cls(kernel.src, kernel.metadata)
-        return kernel
+        future.set_result(kernel)
 
 
 _compiling = False
@@ -86,20 +106,18 @@ def compiling(on_progress: OnProgress, *, num_threads: int | None = None) -> Ite
     Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
     compile raises what the compiler does at its first launch. One at a time, in one thread.
     """
-    threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
-    with (
-        ThreadPoolExecutor(threads, "compile") as pool,
-        triton.AsyncCompileMode(_WithLaunchers(pool), ignore_errors=True) as mode,
-    ):
-        with _only_compiling() as coming:
+    # Threads wait for the last launch: Python's lock goes from one to the next, and operations of torch, each of which
+    # lets it go, would wait for a turn of all of them.
+    tasks = _Tasks()
+    with triton.AsyncCompileMode(tasks, ignore_errors=True), _only_compiling() as asked:
+        try:
             yield
-        futures = list(mode.raw_futures)
-        on_progress(0, len(futures))
-        for done, _ in enumerate(as_completed(futures), 1):
-            on_progress(done, len(futures))
-        for kernels, key in coming:
-            if kernels[key].future.exception() is not None:
-                del kernels[key]
+            tasks.run(num_threads or min(MAX_THREADS, os.cpu_count() or 1), on_progress)
+        finally:
+            tasks.drop()
+            for kernels, key in asked:
+                if kernels[key].future.exception() is not None:
+                    del kernels[key]
 
 
 @contextmanager

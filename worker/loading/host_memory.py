@@ -73,9 +73,8 @@ def begin_host_blocks(
 
 
 class ComingHostBlocks:
-    """Blocks in host memory whose pages a thread of its own touches, while this one compiles kernels: seconds of a
-    start, and no call of the device's driver, which lets one thread in at a time. is_asked: by somebody, not by
-    default."""
+    """Blocks in host memory whose pages a thread of its own touches, and pins for a GPU, while this one compiles
+    kernels: seconds of a start. is_asked: by somebody, not by default."""
 
     def __init__(
         self, num_blocks: int, block_bytes: int, device: torch.device, *, is_asked: bool, ranks: Ranks
@@ -95,8 +94,6 @@ class ComingHostBlocks:
         host, num_bytes = None, self._num_blocks * self._block_bytes
         try:
             host = self._touched(on_parts)
-            if self._device.type == "cuda":
-                host.pin(on_parts)
         except HostMemoryRefused as error:
             if self._is_asked:
                 raise DoesNotFit(
@@ -122,9 +119,11 @@ class ComingHostBlocks:
     def _touch(self) -> None:
         try:
             with near(self._device):
-                self._coming.set_result(
-                    HostBlocks(self._num_blocks, self._block_bytes, is_pinned=False, on_parts=self._at)
-                )
+                host = HostBlocks(self._num_blocks, self._block_bytes, is_pinned=False, on_parts=self._at)
+            if self._device.type == "cuda":
+                with torch.cuda.device(self._device):
+                    host.pin(self._at)
+            self._coming.set_result(host)
         except BaseException as error:
             self._coming.set_exception(error)
 

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.attention.kv_pool import kv_block_bytes
+from octavo.model.cpu import native
 from octavo.model.gpu import autotune
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels import precompile
@@ -80,6 +81,9 @@ def pretend() -> set[tuple[str, str]]:
     def note(kernel: JITFunction, key: str, *rest: Any) -> None:
         launched.add((f"{kernel.fn.__module__}.{kernel.fn.__name__}", key))
 
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a start on a GPU compiles the kernels for CPUs: seconds for nothing")
+
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *arguments, pin_memory=False, **named: make(*arguments, **named)
 
@@ -93,6 +97,8 @@ def pretend() -> set[tuple[str, str]]:
     for place, name, value in (
         (JITFunction, "_do_compile", note),
         (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        (torch.Tensor, "is_cpu", property(lambda tensor: False)),
+        (native, "_compiled", refuse),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: "none"),
