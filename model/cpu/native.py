@@ -60,7 +60,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot be had. Compiles for about a second the first time."""
+    """The kernels, or None where they cannot be had. Compiles the first time: 3 s on one machine, 19 s on
+    another."""
     if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
         return None
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):

@@ -28,3 +28,5 @@ def test_each_kernel_is_compiled_once_and_each_kind_of_launcher_built_once(tmp_p
     assert found["raised"] == "CompilationError", "a kernel that does not compile says so where it is launched"
     assert found["woken"] == ["_kernel"]
     assert found["is_daemon"]
+    assert found["threads"] == [], "none of them takes Python's lock while there is something to launch"
+    assert found["left"] == 2, "a start that fails waits for no kernel, and keeps none that was not compiled"

@@ -7,6 +7,7 @@ Prints what came of it as JSON.
 
 import json
 import sys
+import threading
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -88,6 +89,7 @@ def main() -> None:
                 like_it_kernel[(1,)](whole, M=1)
                 other_kernel[(1,)](half, half)
                 mistaken_kernel[(1,)](whole)
+            threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("compile")]
         in_time = list(built)
         try:
             mistaken_kernel[(1,)](whole)
@@ -95,6 +97,12 @@ def main() -> None:
         except triton.CompilationError as error:
             raised = type(error).__name__
     built.clear()
+    try:
+        with compiling(lambda done, total: None):
+            one_kernel[(1,)](whole, N=3)
+            raise MemoryError
+    except MemoryError:
+        left = sum(len(kernels) for kernels, *_ in one_kernel.device_caches.values())
     with mock.patch.object(torch.cuda, "device", return_value=nullcontext()):
         thread = wake_compiler(torch.device("cuda"))
         thread.join(300)
@@ -102,6 +110,7 @@ def main() -> None:
         {
             "asked": asked, "built": in_time, "raised": raised, "progress": progress,
             "is_compiling": [while_compiling, is_compiling()], "woken": built, "is_daemon": thread.daemon,
+            "threads": threads, "left": left,
         },
         sys.stdout,
     )  # fmt: skip
