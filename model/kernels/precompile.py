@@ -106,8 +106,8 @@ def compiling(on_progress: OnProgress, *, num_threads: int | None = None) -> Ite
     Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
     compile raises what the compiler does at its first launch. One at a time, in one thread.
     """
-    # Threads wait for the last launch: Python's lock goes from one to the next, and operations of torch, each of which
-    # lets it go, would wait for a turn of all of them.
+    # Threads wait for the last launch: beside them each operation of torch waits for Python's lock, and the launches,
+    # a second of work, end when the last kernel is compiled.
     tasks = _Tasks()
     with triton.AsyncCompileMode(tasks, ignore_errors=True), _only_compiling() as asked:
         try:
