@@ -69,6 +69,19 @@ class PeerSums(Protocol):
         """x: itself and the sum over all ranks of what lies there."""
 
 
+class PeerJoins(Protocol):
+    """A way to join columns beside the group's own."""
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Where such a tensor must lie to be joined: the same memory for all of a dtype. None where there is none."""
+
+    def takes(self, part: torch.Tensor) -> bool:
+        """Whether this tensor lies there and this is the faster way for its shape: the same on every rank."""
+
+    def concatenate(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        """out: all ranks' columns, in their order. What lies there may be changed when a sum has begun since."""
+
+
 class Sums(Enum):
     """In which order a sum over ranks adds: FAST, as the library likes it, which may depend on how many rows there are;
     or BY_RANK, in fp32 from rank 0 on and rounded once, so that a row's bits depend on nothing but the row and the
@@ -95,14 +108,15 @@ class Exchanges:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank, or where
-    nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums. exchanges: how long they
-    took."""
+    nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums. joins: see PeerJoins.
+    exchanges: how long they took."""
 
     rank: int = 0
     size: int = 1
     group: "distributed.ProcessGroup | None" = None
     sums: Sums = Sums.FAST
     peers: PeerSums | None = None
+    joins: PeerJoins | None = None
     exchanges: Exchanges = field(default_factory=Exchanges, compare=False)
 
     def room(self, like: torch.Tensor, *, plain: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,8 +175,16 @@ class Ranks:
         distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
         return values[0]
 
+    def room_of_columns(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for columns that `concatenate` is given often."""
+        room = None if self.joins is None else self.joins.room(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device) if room is None else room
+
     def concatenate(self, part_SW: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, V] of all ranks' columns, in the order of the ranks; out: where to, None: in new memory."""
+        if out is not None and self.joins is not None and self.joins.takes(part_SW):
+            self.joins.concatenate(part_SW, out)
+            return out
         parts_SGW = self._gather(part_SW).transpose(0, 1)
         if out is None:
             return parts_SGW.reshape(len(part_SW), -1)

@@ -3,7 +3,11 @@
 Nothing here waits for the device, allocates, or depends on the rows' contents, so a CUDA graph of `run` can be replayed
 step after step: the kernels read lengths, tables and tokens from the row state and move it on.
 
-Legend: B sequences of the batch · R rows · N query heads · H head dim · D model dim · V rows of the embedding.
+Of several ranks, each has some columns of the logits and chooses among them; all ranks' columns are put together
+(`join_logits`) only where sampling needs more than a temperature.
+
+Legend: B sequences of the batch · R rows · N query heads · H head dim · D model dim · V rows of the embedding, W those
+that this rank has.
 """
 
 from dataclasses import replace
@@ -22,7 +26,8 @@ from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention, 
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.rows import rms_norm
-from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
+from octavo.model.kernels.sampling.sample import SampleParts, VocabularyPart, sample_and_advance
+from octavo.model.parallel import Ranks
 
 RESULT_BYTES = 5
 """Of each row: its token and whether its logits were finite."""
@@ -31,8 +36,9 @@ RESULT_BYTES = 5
 class DecodeStep:
     """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
 
-    vocab_size: ids from there on are never sampled. rows_B: the caller's own buffer, or one is made. result: the bytes
-    of token_B, then of is_finite_B, for a caller that copies both at once. The pool's last block is scratch.
+    vocab_size: ids from there on are never sampled. logits_BV: see `join_logits`. rows_B: the caller's own buffer, or
+    one is made. result: the bytes of token_B, then of is_finite_B, for a caller that copies both at once. The pool's
+    last block is scratch.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class DecodeStep:
         self.is_finite_B = self.result[4 * max_batch :].view(torch.int8)
         self.hidden_BD = torch.empty(max_batch, config.hidden_size, dtype=weights.dtype, device=device)
         self.logits_BV = torch.empty(max_batch, config.vocab_size, dtype=weights.dtype, device=device)
+        self.part_BW, self._parts = self._parts_of(weights.ranks, vocab_size)
         self._no_ids_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
         self._index_B = torch.arange(max_batch, dtype=torch.int32, device=device)
         limits = WorkLimits.of(config.num_key_value_heads)
@@ -68,7 +75,19 @@ class DecodeStep:
         self.autotuner = (
             Autotuner.find(config, weights.embed_VD, weights.ranks) if is_plain else Autotuner.cublas_only()
         )
-        self._parts = SampleParts(max_batch, vocab_size, device)
+
+    def _parts_of(self, ranks: Ranks, vocab_size: int) -> tuple[torch.Tensor, SampleParts]:
+        """Room for this rank's logits, and what choosing among them needs."""
+        logits_BV, width = self.logits_BV, len(self.weights.head_VD)
+        (B, _), device = logits_BV.shape, logits_BV.device
+        if ranks.size == 1:
+            return logits_BV, SampleParts(B, vocab_size, device)
+        of_ranks = VocabularyPart(
+            first=ranks.rank * width, num_ranks=ranks.size, gather=lambda mine, all_: ranks.concatenate(mine, out=all_)
+        )
+        candidate_B = ranks.room_of_columns((B, 1), torch.int64, device)[:, 0]
+        parts = SampleParts(B, vocab_size, device, num_columns=width, of_ranks=of_ranks, candidate_B=candidate_B)
+        return ranks.room_of_columns((B, width), logits_BV.dtype, device), parts
 
     def run(self, batch_size: int) -> None:
         """A whole step for rows_B[:batch_size]; padding is the scratch row."""
@@ -77,8 +96,8 @@ class DecodeStep:
         if isinstance(path, SmallBatch):
             self._embed(rows_B, x_BD)
             run_layers(self.weights, self._small_batch.ops(rows_B, path.cuts), x_BD)
-            index_B, logits_BV = self._index_B[:batch_size], self.logits_BV[:batch_size]
-            self._small_batch.head(x_BD, index_B, logits_BV, path.cuts)
+            index_B, part_BW = self._index_B[:batch_size], self.part_BW[:batch_size]
+            self._small_batch.head(x_BD, index_B, part_BW, path.cuts)
         else:
             self._run_planned(path, rows_B, x_BD)
         self._choose_tokens(rows_B)
@@ -147,7 +166,7 @@ class DecodeStep:
     def _choose_tokens(self, rows_B: torch.Tensor) -> None:
         B, state = len(rows_B), self.state
         sample_and_advance(
-            self.logits_BV[:B], rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
+            self.part_BW[:B], rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
             state.position_R, self.token_B[:B], self.is_finite_B[:B], self._parts,
         )  # fmt: skip
 
@@ -157,10 +176,15 @@ class DecodeStep:
         return logits_SW if ranks.size == 1 else ranks.concatenate(logits_SW)
 
     def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
-        """Final norm and head of x_TD[index_B] (int32): logits in `logits_BV`, and returned."""
+        """Final norm and head of x_TD[index_B] (int32): this rank's logits in `part_BW`, and returned."""
         B = len(index_B)
-        hidden_BD, logits_BV = self.hidden_BD[:B], self.logits_BV[:B]
+        hidden_BD, part_BW = self.hidden_BD[:B], self.part_BW[:B]
         rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
-        if self.weights.ranks.size > 1:
-            return self.weights.ranks.concatenate(hidden_BD @ self.weights.head_VD.T, out=logits_BV)
-        return torch.mm(hidden_BD, self.weights.head_VD.T, out=logits_BV)
+        return torch.mm(hidden_BD, self.weights.head_VD.T, out=part_BW)
+
+    def join_logits(self, num_rows: int) -> torch.Tensor:
+        """All ranks' logits of the first rows of the step before, in `logits_BV`, and returned. Of one rank they are
+        there already."""
+        logits_BV = self.logits_BV[:num_rows]
+        ranks = self.weights.ranks
+        return logits_BV if ranks.size == 1 else ranks.concatenate(self.part_BW[:num_rows], out=logits_BV)

@@ -149,23 +149,20 @@ class InvariantLayers:
                 x_TD, gate_up_ED, act_TI, eps, cut=replace(cut, turns=1), overlap=self.overlap, scale_T=scale_T
             )
 
-    def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
-        """Final norm and head of x_TD[index_S] (int32)."""
+    def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, part_SW: torch.Tensor) -> None:
+        """Final norm and head of x_TD[index_S] (int32), this rank's columns."""
         weights = self.weights
         rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
-        self.project(hidden_SD, logits_SV)
+        self.project(hidden_SD, part_SW)
 
-    def project(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
-        """The head alone, of any number of rows; all ranks' columns."""
-        ranks, head_VD = self.weights.ranks, self.weights.head_VD
-        part_SW = logits_SV if ranks.size == 1 else logits_SV.new_empty(len(logits_SV), len(head_VD))
+    def project(self, hidden_SD: torch.Tensor, part_SW: torch.Tensor) -> None:
+        """The head alone, of any number of rows; this rank's columns."""
+        head_VD = self.weights.head_VD
         if self._has_head and len(hidden_SD):
             cut = head_cut(len(hidden_SD))
             overlapping_product(hidden_SD, head_VD, part_SW, None, cut=cut, overlap=Overlap.NONE)
         else:
             invariant_product(hidden_SD, head_VD, part_SW, self.part)
-        if ranks.size > 1:
-            logits_SV.copy_(ranks.concatenate(part_SW))
 
 
 class _InvariantFinish(SumsInPlace):

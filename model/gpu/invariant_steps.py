@@ -59,16 +59,16 @@ class InvariantDecodeStep(DecodeStep):
 
     def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """See DecodeStep.project."""
-        logits_SV = hidden_SD.new_empty(len(hidden_SD), self.weights.config.vocab_size)
-        self.layers.project(hidden_SD, logits_SV)
-        return logits_SV
+        part_SW, ranks = hidden_SD.new_empty(len(hidden_SD), len(self.weights.head_VD)), self.weights.ranks
+        self.layers.project(hidden_SD, part_SW)
+        return part_SW if ranks.size == 1 else ranks.concatenate(part_SW)
 
     def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
         """See DecodeStep.compute_logits."""
         B = len(index_B)
-        logits_BV = self.logits_BV[:B]
-        self.layers.head(x_TD, index_B, self.hidden_BD[:B], logits_BV)
-        return logits_BV
+        part_BW = self.part_BW[:B]
+        self.layers.head(x_TD, index_B, self.hidden_BD[:B], part_BW)
+        return part_BW
 
 
 class InvariantMixedStep(MixedStep):

@@ -238,7 +238,7 @@ def with_peer_sums(
     """The ranks, with sums by the way that is fastest for each size among those that are there and give NCCL's sums. On
     every rank at once, on idle devices. max_rows: that a sum may have. note: is given a sentence on what came of it.
     Raises ValueError for an unknown way in the environment."""
-    wanted = ranks.agree(_wanted_way())
+    wanted = ranks.agree(wanted_way())
     found = ways_to_sum(
         ranks, CANDIDATES[wanted], hidden_size=hidden_size, max_rows=max_rows, dtype=dtype, device=device, note=note
     )
@@ -268,7 +268,8 @@ def _time_pairs(ranks: Ranks, x_BD: torch.Tensor, stream: torch.cuda.Stream) -> 
     return time_graph(work, stream, steps=steps) / (2 * TIMED_PAIRS)
 
 
-def _wanted_way() -> Way:
+def wanted_way() -> Way:
+    """What the environment asks for. Raises ValueError for what is none."""
     name = os.environ.get(VARIABLE) or Way.FASTEST.value
     if name not in [way.value for way in Way]:
         raise ValueError(f"{VARIABLE} is {name!r}; give one of {', '.join(way.value for way in Way)}")

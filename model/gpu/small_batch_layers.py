@@ -89,16 +89,13 @@ class SmallBatchLayers:
             torch.index_select(self.state.position_R, 0, rows_B, out=self.position_B[: len(rows_B)])
         return SmallBatchOps(self, rows_B, cuts)
 
-    def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, logits_BV: torch.Tensor, cuts: SmallBatchCuts) -> None:
-        """Final norm and head of x_BD[index_B], all ranks' columns."""
-        weights, ranks = self.weights, self.weights.ranks
-        part_BW = logits_BV.new_empty(len(logits_BV), len(weights.head_VD)) if ranks.size > 1 else logits_BV
+    def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, part_BW: torch.Tensor, cuts: SmallBatchCuts) -> None:
+        """Final norm and head of x_BD[index_B], this rank's columns."""
+        weights = self.weights
         small_batch_head(
             x_BD, index_B, weights.norm_D, weights.head_VD, part_BW, weights.config.rms_norm_eps,
             cut=cuts.head, overlap=self.overlap,
         )  # fmt: skip
-        if ranks.size > 1:
-            ranks.concatenate(part_BW, out=logits_BV)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo import AsyncClient
+from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import CANDIDATES, Way, ways_to_sum, with_peer_sums
 from octavo.model.parallel import Ranks
 from octavo.wire.messages import SamplingParams
@@ -151,6 +152,51 @@ def test_sums_by_every_way_are_right_and_the_same_on_both(tmp_path: Path) -> Non
     assert sorted(ways) == sorted(name for name in second if name in ways), (first["told"], second["told"])
     for name in ways:
         np.testing.assert_allclose(first[name], first[f"wanted {name.split()[1]}"], atol=1e-1, rtol=2e-2, err_msg=name)
+        assert np.array_equal(first[name], second[name]), name
+
+
+def joined(ranks: Ranks) -> dict[str, Any]:
+    """Candidates and logits of both ranks, by NCCL and by ours, captured, with a sum between any two."""
+    device, shape, told = torch.device("cuda", torch.cuda.current_device()), (40, 512), list[str]()
+    widths = {torch.int64: 1, torch.bfloat16: shape[1]}
+    ours = with_peer_joins(ranks, widths, max_rows=shape[0], device=device, note=told.append)
+    found: dict[str, Any] = {"told": told, "ours": ours.joins is not None}
+    if ours.joins is None:
+        return found
+    ours.joins.is_taken.update(dict.fromkeys(widths, True))  # type: ignore[attr-defined]
+    between = torch.zeros(1, device=device)
+    for dtype, width in widths.items():
+        room = ours.room_of_columns((shape[0], width), dtype, device)
+        for rows in (1, 7, shape[0]):
+            numbers = torch.arange(rows * width, device=device).view(rows, width) % 250 + 1000 * ranks.rank
+            outs = {name: torch.zeros(rows, 2 * width, dtype=dtype, device=device) for name in ("library", "ours")}
+
+            def work() -> None:
+                room[:rows].copy_(numbers)  # noqa: B023
+                for name, way in (("ours", ours), ("library", ranks)):
+                    way.concatenate(room[:rows], out=outs[name])  # noqa: B023
+                ranks.sum(between)
+
+            work()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                work()
+            for _ in range(20):
+                graph.replay()
+            torch.cuda.synchronize()
+            found |= {f"{name} {dtype} {rows}": out.double() for name, out in outs.items()}
+    return found
+
+
+@needs_two
+def test_columns_joined_through_peers_memory_are_those_of_all_ranks(tmp_path: Path) -> None:
+    first, second = on_gpus(joined, tmp_path, place=Place.GPUS)
+    assert first["ours"] == second["ours"]
+    if not first["ours"]:
+        pytest.skip(f"peers' memory cannot be read: {first['told']}")
+    for name in (name for name in first if name.startswith("ours ")):
+        assert np.array_equal(first[name], first[name.replace("ours", "library")]), name
         assert np.array_equal(first[name], second[name]), name
 
 

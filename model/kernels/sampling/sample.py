@@ -6,8 +6,18 @@ above, with noise that costs a third of the exact one (which took longer than re
 parts exactly, the highest bound first, until no bound is above the best: most often one of 75. It also moves the row
 on: its last token, its position, and whether the logits were finite.
 
-Legend: B sequences of the batch · R rows of the state · V columns of the logits · W parts of a row.
+Where the vocabulary is cut over ranks, each has some columns of the logits, and nobody needs those of the others: the
+second kernel leaves a candidate, the best of its columns with its noise, and a third one, behind an exchange of all
+ranks' candidates, takes the best of them and moves the row on. That is the token that one rank would have chosen.
+
+    candidate   | score, in the order of integers | token, the first one largest | whether all was finite |
+    bits          63                             32                             1                        0
+
+Legend: B sequences of the batch · R rows of the state · V columns of the logits · W parts of a row · G ranks.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,15 +25,16 @@ import triton.language as tl
 
 from octavo.model.kernels.checks import check_tensor, next_power_of_2
 from octavo.model.kernels.sampling.noise import draw_key, log2_exponential, log2_exponential_bound
+from octavo.model.kernels.sampling.ordering import ordered
 from octavo.model.sampling.noise import log_exponential, row_keys
 
 PART = 2048
 WARPS = 2
 
 
-def num_parts(vocab_size: int) -> int:
+def num_parts(num_columns: int) -> int:
     """Parts that a row is cut into."""
-    return -(-vocab_size // PART)
+    return -(-num_columns // PART)
 
 
 def sample_reference(
@@ -46,18 +57,19 @@ def _larger(a, b):
 
 @triton.jit
 def _bound_parts_kernel(
-    logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, bound_BW, width, vocab_size,
+    logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, bound_BW, width, first_token, vocab_size,
     PART: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.load(rows_B + b)
     temperature = tl.load(temperature_R + row)
-    token = part * PART + tl.arange(0, PART)
+    column = part * PART + tl.arange(0, PART)
+    token = first_token + column
     # The width is a round number, the vocabulary is not: a mask by the latter would load element by element.
-    x = tl.load(logits_BV + b.to(tl.int64) * width + token, mask=token < width, other=float("-inf"))
+    x = tl.load(logits_BV + b.to(tl.int64) * width + column, mask=column < width, other=float("-inf"))
     x = x.to(tl.float32)
-    if (part + 1) * PART > vocab_size:
+    if first_token + (part + 1) * PART > vocab_size:
         x = tl.where(token < vocab_size, x, float("-inf"))
     if temperature > 0.0:
         index = tl.load(position_R + row) + 1 - tl.load(num_prompt_R + row)
@@ -70,10 +82,21 @@ def _bound_parts_kernel(
 
 
 @triton.jit
+def _move_on(
+    b, row, chosen, is_fine, last_token_R, position_R, token_B, is_finite_B, scratch_row,
+):  # fmt: skip
+    tl.store(token_B + b, chosen)
+    tl.store(is_finite_B + b, is_fine.to(tl.int8))
+    if row != scratch_row:
+        tl.store(last_token_R + row, chosen)
+        tl.store(position_R + row, tl.load(position_R + row) + 1)
+
+
+@triton.jit
 def _choose_kernel(
     logits_BV, rows_B, temperature_R, seed_R, num_prompt_R, bound_BW, last_token_R, position_R, token_B, is_finite_B,
-    width, vocab_size, scratch_row,
-    PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr,
+    candidate_B, width, first_token, vocab_size, scratch_row,
+    PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr, IS_ALONE: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     row = tl.load(rows_B + b)
@@ -90,8 +113,9 @@ def _choose_kernel(
     largest = tl.max(bound, 0)
     while (largest > float("-inf")) & (largest + 0.001 >= best - 1e-6 * tl.abs(best)):
         part = tl.min(tl.where(bound == largest, w, WIDTH), 0)
-        token = part * PART + tl.arange(0, PART)
-        x = tl.load(logits_BV + b.to(tl.int64) * width + token, mask=token < width, other=float("-inf"))
+        column = part * PART + tl.arange(0, PART)
+        token = first_token + column
+        x = tl.load(logits_BV + b.to(tl.int64) * width + column, mask=column < width, other=float("-inf"))
         x = x.to(tl.float32)
         x = tl.where((token < vocab_size) & (x < float("inf")), x, float("-inf"))
         if temperature > 0.0:
@@ -104,21 +128,69 @@ def _choose_kernel(
         bound = tl.where(w == part, float("-inf"), bound)
         largest = tl.max(bound, 0)
     is_any = best > float("-inf")
-    chosen = tl.where(is_any, chosen, 0)
-    tl.store(token_B + b, chosen)
-    tl.store(is_finite_B + b, ((tl.min(is_fine.to(tl.int32), 0) == 1) & is_any).to(tl.int8))
-    if row != scratch_row:
-        tl.store(last_token_R + row, chosen)
-        tl.store(position_R + row, position + 1)
+    is_all_fine = tl.min(is_fine.to(tl.int32), 0)
+    if IS_ALONE:
+        _move_on(
+            b, row, tl.where(is_any, chosen, 0), (is_all_fine == 1) & is_any, last_token_R, position_R,
+            token_B, is_finite_B, scratch_row,
+        )  # fmt: skip
+    else:
+        score = ordered(tl.where(best == 0.0, 0.0, best)).to(tl.int64)  # the two zeros are equal
+        after = tl.where(is_any, 0x7FFFFFFF - chosen, 0).to(tl.int64)
+        tl.store(candidate_B + b, (score << 32) | (after << 1) | is_all_fine.to(tl.int64))
+
+
+@triton.jit
+def _choose_among_ranks_kernel(
+    candidate_BG, rows_B, last_token_R, position_R, token_B, is_finite_B, scratch_row,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    g = tl.arange(0, WIDTH)
+    # Those that are not there repeat the first one.
+    candidate = tl.load(candidate_BG + b * RANKS + tl.where(g < RANKS, g, 0))
+    after = (tl.max(candidate, 0) >> 1) & 0x7FFFFFFF
+    is_any = after > 0
+    chosen = tl.where(is_any, 0x7FFFFFFF - after, 0).to(tl.int32)
+    _move_on(
+        b, tl.load(rows_B + b), chosen, (tl.min(candidate & 1, 0) == 1) & is_any, last_token_R,
+        position_R, token_B, is_finite_B, scratch_row,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyPart:
+    """Which ids a rank's columns are: from `first` on; and how all ranks' candidates come together: `gather` is given
+    candidate_B1 (int64) and fills candidate_BG, in the order of the ranks."""
+
+    first: int
+    num_ranks: int
+    gather: Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class SampleParts:
-    """Where the first kernel leaves the bounds that the second one reads, for up to max_batch rows of V logits."""
+    """Where the first kernel leaves the bounds that the second one reads, for up to max_batch rows; of several ranks
+    also their candidates. num_columns: of the logits, None: the vocabulary's. of_ranks: None where there is one.
+    candidate_B: memory for this rank's, None: some of its own."""
 
-    def __init__(self, max_batch: int, vocab_size: int, device: torch.device | str) -> None:
-        shape = (max_batch, num_parts(vocab_size))
-        self.vocab_size = vocab_size
+    def __init__(
+        self,
+        max_batch: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        num_columns: int | None = None,
+        of_ranks: VocabularyPart | None = None,
+        candidate_B: torch.Tensor | None = None,
+    ) -> None:
+        self.vocab_size, self.of_ranks = vocab_size, of_ranks
+        self.num_columns = vocab_size if num_columns is None else min(num_columns, vocab_size)
+        shape = (max_batch, num_parts(self.num_columns))
         self.bound_BW = torch.empty(shape, dtype=torch.float32, device=device)
+        self.candidate_B, self.candidate_BG = candidate_B, torch.empty(0, dtype=torch.int64, device=device)
+        if of_ranks is not None:
+            self.candidate_BG = self.candidate_BG.new_empty(max_batch, of_ranks.num_ranks)
+            self.candidate_B = self.candidate_BG.new_empty(max_batch) if candidate_B is None else candidate_B
 
 
 def sample_and_advance(
@@ -135,10 +207,10 @@ def sample_and_advance(
 ) -> None:
     """Choose a token per row and make it the row's last one, at the next position.
 
-    logits_BV: any float dtype; ids from parts.vocab_size on are never chosen. rows_B, last_token_R, position_R,
-    num_prompt_R, token_B: int32. seed_R: int64 (the bits of a uint64). temperature_R: float32, 0 is greedy.
-    is_finite_B: int8. The output index of the token is position + 1 - num_prompt. The last row of the state is scratch:
-    it stays as it is. Raises ValueError where a tensor does not fit.
+    logits_BV: any float dtype; of several ranks, this one's columns. Ids from parts.vocab_size on are never chosen.
+    rows_B, last_token_R, position_R, num_prompt_R, token_B: int32. seed_R: int64 (the bits of a uint64). temperature_R:
+    float32, 0 is greedy. is_finite_B: int8. The output index of the token is position + 1 - num_prompt. The last row of
+    the state is scratch: it stays as it is. Raises ValueError where a tensor does not fit.
     """
     (B,), (R,) = rows_B.shape, position_R.shape
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)
@@ -153,15 +225,26 @@ def sample_and_advance(
         check_tensor(name, tensor, shape=(R,), dtype=dtype)
     check_tensor("token_B", token_B, shape=(B,), dtype=torch.int32)
     check_tensor("is_finite_B", is_finite_B, shape=(B,), dtype=torch.int8)
-    if logits_BV.shape[1] < parts.vocab_size:
-        raise ValueError(f"logits_BV has {logits_BV.shape[1]} columns, fewer than the {parts.vocab_size} ids")
-    count, width = num_parts(parts.vocab_size), logits_BV.shape[1]
+    if logits_BV.shape[1] < parts.num_columns:
+        raise ValueError(f"logits_BV has {logits_BV.shape[1]} columns, fewer than the {parts.num_columns} ids")
+    count, width, ranks = num_parts(parts.num_columns), logits_BV.shape[1], parts.of_ranks
+    first = 0 if ranks is None else ranks.first
     _bound_parts_kernel[(B, count)](
-        logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, parts.bound_BW, width, parts.vocab_size,
-        PART=PART, PARTS=count, FAST=logits_BV.is_cuda, num_warps=WARPS,
+        logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, parts.bound_BW, width, first,
+        parts.vocab_size, PART=PART, PARTS=count, FAST=logits_BV.is_cuda, num_warps=WARPS,
     )  # fmt: skip
     _choose_kernel[(B,)](
         logits_BV, rows_B, temperature_R, seed_R, num_prompt_R, parts.bound_BW, last_token_R, position_R, token_B,
-        is_finite_B, width, parts.vocab_size, R - 1,
-        PART=PART, PARTS=count, WIDTH=next_power_of_2(count), FAST=logits_BV.is_cuda, num_warps=WARPS,
+        is_finite_B, parts.candidate_B, width, first, parts.vocab_size, R - 1,
+        PART=PART, PARTS=count, WIDTH=next_power_of_2(count), FAST=logits_BV.is_cuda, IS_ALONE=ranks is None,
+        num_warps=WARPS,
+    )  # fmt: skip
+    if ranks is None:
+        return
+    assert parts.candidate_B is not None
+    candidate_BG = parts.candidate_BG[:B]
+    ranks.gather(parts.candidate_B[:B, None], candidate_BG)
+    _choose_among_ranks_kernel[(B,)](
+        candidate_BG, rows_B, last_token_R, position_R, token_B, is_finite_B, R - 1,
+        RANKS=ranks.num_ranks, WIDTH=next_power_of_2(ranks.num_ranks), num_warps=1,
     )  # fmt: skip

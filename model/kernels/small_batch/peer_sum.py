@@ -10,9 +10,13 @@ order of the ranks and rounded once, so that all ranks get the same bits. A room
 that begins: then every peer has ended this one. So sums that follow one another need rooms of their own, and two are
 enough.
 
+Another kernel meets its peers in the same way and puts all ranks' columns side by side where this one adds.
+
 It does not overlap with its neighbours (model/kernels/overlap.py): some steps stood still where it did.
 
-Must not know: how peers' memory is had, layers.
+Must not know: how peers' memory is had, layers, what the columns are.
+
+Legend, of columns: B rows · V columns of all ranks.
 """
 
 import torch
@@ -31,11 +35,8 @@ def num_programs(num_elements: int) -> int:
 
 
 @triton.jit
-def _peer_sum_kernel(
-    rooms, counts, out, num_elements,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
+def meet(counts, program, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Tell this program's peers that what was written before this kernel is there, and wait until they have."""
     own = counts[RANK] + program * SIZE
     for peer in tl.static_range(SIZE):
         if peer != RANK:
@@ -48,6 +49,15 @@ def _peer_sum_kernel(
             found = tl.atomic_add(own + peer, 0, sem="acquire", scope="sys")
             while found - turn < 0:  # which also holds where counts wrap
                 found = tl.atomic_add(own + peer, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _peer_sum_kernel(
+    rooms, counts, out, num_elements,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    meet(counts, program, RANK, SIZE)
     for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         k = start + tl.arange(0, BLOCK)
         mask = k < num_elements
@@ -85,4 +95,48 @@ def peer_sum(
     _peer_sum_kernel[(programs,)](
         rooms, counts, out, num_elements,
         RANK=rank, SIZE=len(rooms), BLOCK=block, ADDS=adds, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _peer_join_kernel(
+    rooms, counts, out_BV, num_elements, width,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    meet(counts, program, RANK, SIZE)
+    for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        mask = k < num_elements
+        place = (k // width).to(tl.int64) * (width * SIZE) + k % width
+        for peer in tl.static_range(SIZE):
+            x = tl.load(rooms[peer] + k, mask=mask, volatile=True)
+            tl.store(out_BV + place + peer * width, x, mask=mask)
+
+
+def peer_join(
+    rooms: tuple[torch.Tensor, ...], counts: tuple[torch.Tensor, ...], out_BV: torch.Tensor, *, rank: int
+) -> None:
+    """out_BV: the columns that lie in the same room of every rank, [B, W] in its first elements. rooms, counts: as of
+    `peer_sum`; counts are of these joins alone. Every rank launches the same joins in the same order.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    size, num_elements = len(rooms), out_BV.numel() // max(len(rooms), 1)
+    if size != len(counts) or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} has {size} rooms and {len(counts)} counts")
+    V = out_BV.shape[1]
+    if (
+        not out_BV.is_contiguous()
+        or V % size
+        or any(room.dtype != out_BV.dtype or room.numel() < num_elements for room in rooms)
+    ):
+        raise ValueError(f"out has shape {tuple(out_BV.shape)} and is {out_BV.dtype}, which its rooms do not fit")
+    programs = num_programs(num_elements)
+    if any(each.dtype != torch.int32 or each.numel() < programs * size for each in counts):
+        raise ValueError(f"a join of {num_elements} numbers needs {programs * size} counts of int32 on each rank")
+    is_large = num_elements > MAX_PROGRAMS * BLOCK
+    _peer_join_kernel[(programs,)](
+        rooms, counts, out_BV, num_elements, V // size,
+        RANK=rank, SIZE=size, BLOCK=LARGE_BLOCK if is_large else BLOCK, num_warps=WARPS,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from octavo.model.gpu.autotune import (
     read_names,
     write_names,
 )
+from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import SumsBySize, Way, with_peer_sums
 from octavo.model.gpu.small_batch_layers import cuts_of
 from octavo.model.kernels.small_batch.launch import Cut
@@ -230,6 +231,41 @@ def test_sums_by_peers_memory_are_left_alone_where_there_is_no_device() -> None:
             ranks, hidden_size=64, max_rows=8, dtype=torch.bfloat16, device=torch.device(device), note=pytest.fail
         )
         assert found is ranks
+
+
+def test_columns_are_joined_by_the_library_where_there_is_no_device() -> None:
+    for ranks, device in ((Ranks(size=2), "cpu"), (Ranks(size=3), "cuda:0"), (Ranks(), "cuda:0")):
+        found = with_peer_joins(ranks, {torch.int64: 1}, max_rows=8, device=torch.device(device), note=pytest.fail)
+        assert found is ranks
+
+
+class Beside:
+    """Joins of rooms of one shape (`PeerJoins`), up to two rows."""
+
+    def __init__(self) -> None:
+        self.memory, self.asked = torch.zeros(4, 3), list[int]()
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        return self.memory if (shape, dtype) == ((4, 3), torch.float32) else None
+
+    def takes(self, part: torch.Tensor) -> bool:
+        return part.data_ptr() == self.memory.data_ptr() and len(part) <= 2
+
+    def concatenate(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        self.asked.append(len(room))
+        out.copy_(room)
+
+
+def test_columns_that_lie_where_peers_read_them_are_joined_by_them_as_far_as_that_is_faster() -> None:
+    joins, device = Beside(), torch.device("cpu")
+    ranks = Ranks(joins=joins)
+    room, elsewhere = (ranks.room_of_columns(shape, torch.float32, device) for shape in ((4, 3), (4, 5)))
+    assert room is joins.memory
+    assert elsewhere.shape == (4, 5)
+    for rows in (1, 2, 3, 4):
+        for part in (room, elsewhere):
+            ranks.concatenate(part[:rows], out=torch.zeros_like(part[:rows]))
+    assert joins.asked == [1, 2]
 
 
 class OneWay:

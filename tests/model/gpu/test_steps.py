@@ -129,7 +129,7 @@ def tokens_of_rank(ranks: Ranks, changes: dict[str, object]) -> dict[str, object
     tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
     tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
     tokens.append(device.step([0, 1]))
-    return {"tokens": tokens, "logits": device.decode.logits_BV[:2].clone()}
+    return {"tokens": tokens, "logits": device.decode.join_logits(2).clone()}
 
 
 class FewRows:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
-from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_sum
+from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_join, peer_sum
 from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_words, pushed_sum
 from octavo.model.parallel import Ranks
 from tests.support.model.interpreter import WARNINGS
@@ -77,6 +77,48 @@ def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(
     assert found[0]["counts"] == np.array(told, np.int64).astype(np.int32).tolist()
 
 
+JOINS = (((3, 48), torch.bfloat16), ((5, 1), torch.int64), ((40, 80), torch.bfloat16))
+
+
+def columns(rank: int, number: int) -> torch.Tensor:
+    """What a rank brings to one of the joins."""
+    shape, dtype = JOINS[number % len(JOINS)]
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randint(-(2**30), 2**30, shape, generator=generator).to(dtype)
+
+
+def joins_in_turns(ranks: Ranks, folder: Path, first: int, most_programs: int) -> dict[str, object]:
+    """Joins of several shapes and dtypes, with a meeting between those that overwrite a room."""
+    peer_sum_module.MAX_PROGRAMS, peer_sum_module.LARGE_BLOCK = most_programs, 1024
+    most, everyone = 40 * 80, range(ranks.size)
+    memory = {dtype: [shared(folder, rank, dtype, most) for rank in everyone] for _, dtype in JOINS}
+    counts = [shared(folder, rank, torch.int32, num_programs(most) * ranks.size) for rank in everyone]
+    counts[ranks.rank].fill_(first)
+    found: dict[str, object] = {}
+    for number in range(2 * len(JOINS)):
+        ranks.least(0)
+        (num_rows, width), dtype = JOINS[number % len(JOINS)]
+        memory[dtype][ranks.rank][: num_rows * width] = columns(ranks.rank, number).flatten()
+        out = torch.zeros(num_rows, ranks.size * width, dtype=dtype)
+        peer_join(tuple(memory[dtype]), tuple(counts), out, rank=ranks.rank)
+        found[f"join {number}"] = out.double()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "most_programs"),
+    [(2, 0, 9), (2, 2**31 - 2, 9), (4, 0, 9), (2, 0, 1)],
+    ids=["two", "counts wrap", "four", "a program goes from block to block"],
+)
+def test_every_rank_gets_the_columns_of_all(size: int, first: int, most_programs: int, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    found = on_ranks(size, joins_in_turns, tmp_path, tmp_path / "memory", first, most_programs)
+    for number in range(2 * len(JOINS)):
+        wanted = torch.cat([columns(rank, number) for rank in range(size)], dim=1).float().numpy()
+        for rank in found:
+            assert np.array_equal(rank[f"join {number}"], wanted)
+
+
 PUSHED_SIZES = (64, 2 * WORDS + 48, 16)
 
 
@@ -132,6 +174,20 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=wanted):
             peer_sum(rooms, each, out, rank=0, adds=False)
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    room, counts, out = torch.zeros(64), torch.zeros(2, dtype=torch.int32), torch.zeros(4, 16)
+    peer_join((room,), (counts,), out, rank=0)
+    for rooms, each, wanted in (
+        ((room, room), (counts,), "rank 0 has 2 rooms and 1 counts"),
+        ((room[:32],), (counts,), "its rooms do not fit"),
+        ((room.bfloat16(),), (counts,), "its rooms do not fit"),
+        ((room,) * 3, (counts,) * 3, "its rooms do not fit"),
+        ((room,), (counts.long(),), "needs 1 counts of int32"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            peer_join(rooms, each, out, rank=0)
 
 
 def test_what_does_not_fit_an_inbox_is_refused() -> None:

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance, sample_reference
+from octavo.model.kernels.sampling.sample import SampleParts, VocabularyPart, sample_and_advance, sample_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,6 +19,63 @@ class Rows:
         self.num_prompt = torch.randint(1, 9, (R,), dtype=torch.int32).to(DEVICE)
         self.position = (self.num_prompt + torch.arange(R, device=DEVICE, dtype=torch.int32) - 1).contiguous()
         self.last_token = torch.full((R,), -5, dtype=torch.int32, device=DEVICE)
+
+
+def sample_cut(
+    rows: Rows, logits: torch.Tensor, index: list[int], vocab_size: int, num_ranks: int
+) -> tuple[list[int], list[bool]]:
+    """As `num_ranks` ranks do, of which each has some columns: first the candidates of all, then each rank's choice."""
+    B, width, kept = len(index), logits.shape[1] // num_ranks, list[torch.Tensor]()
+    rows_B = torch.tensor(index, dtype=torch.int32, device=DEVICE)
+    before = (rows.position.clone(), rows.last_token.clone())
+    found = []
+    for turn in range(2 * num_ranks):
+        rank = turn % num_ranks
+
+        def gather(mine: torch.Tensor, out: torch.Tensor, turn: int = turn) -> None:
+            if turn < num_ranks:
+                kept.append(mine.clone())
+                out.fill_(-1)
+            else:
+                out.copy_(torch.cat(kept, dim=1))
+
+        rows.position.copy_(before[0])
+        rows.last_token.copy_(before[1])
+        token = torch.full((B,), -7, dtype=torch.int32, device=DEVICE)
+        finite = torch.full((B,), 9, dtype=torch.int8, device=DEVICE)
+        of_ranks = VocabularyPart(first=rank * width, num_ranks=num_ranks, gather=gather)
+        sample_and_advance(
+            logits[:, rank * width : (rank + 1) * width].contiguous().to(DEVICE), rows_B, rows.temperature, rows.seed,
+            rows.num_prompt, rows.last_token, rows.position, token, finite,
+            SampleParts(B, vocab_size, DEVICE, num_columns=width, of_ranks=of_ranks),
+        )  # fmt: skip
+        found.append((token.tolist(), [bool(flag) for flag in finite.tolist()], rows.last_token.tolist()))
+    assert all(each == found[-1] for each in found[num_ranks:])
+    return found[-1][:2]
+
+
+@pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 8999), (4, 4400), (3, 9000)])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 3.0])
+def test_ranks_that_have_some_columns_each_choose_the_tokens_of_one(
+    num_ranks: int, vocab_size: int, spread: float
+) -> None:
+    """Equal logits, of which the first counts, parts without an id, noise that decides, and what is not finite."""
+    torch.manual_seed(5)
+    index, V = [13, 0, 5, 2, 7, 3, 11, 1, 6], 9000
+    logits = (torch.randn(len(index), V) * spread).bfloat16()
+    logits[1] = -0.0
+    logits[1, 2000:] = 0.0
+    logits[4, 3000] = float("nan")
+    logits[5, 10] = float("inf")
+    logits[6] = float("-inf")
+    logits[:, vocab_size:] = 100.0
+    one, several = (Rows(14) for _ in range(2) if torch.manual_seed(6))
+    one.temperature[[0, 3]] = several.temperature[[0, 3]] = 0.0
+    expected = sample(one, logits, index, vocab_size)
+    assert sample_cut(several, logits, index, vocab_size, num_ranks) == expected
+    assert (several.position == one.position).all()
+    assert (several.last_token == one.last_token).all()
+    assert expected[1][4:7] == [False] * 3
 
 
 def sample(rows: Rows, logits: torch.Tensor, index: list[int], vocab_size: int) -> tuple[list[int], list[bool]]:

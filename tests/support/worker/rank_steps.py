@@ -13,6 +13,7 @@ import torch
 from octavo.model import ModelConfig, load_model
 from octavo.model.checkpoint.packed import Packed
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.model.layers.linear import WeightFormat
 from octavo.model.parallel import Ranks
@@ -35,7 +36,9 @@ GRAMMAR = Grammar(kind=GrammarKind.REGEX, source="unread here")
 LEN, SLOTS = 48, 3
 
 
-def runner_of(ranks: Ranks, shape: str, way: str, weights: str, kv: str, launching: Launching) -> CudaRunner:
+def runner_of(
+    ranks: Ranks, shape: str, way: str, weights: str, kv: str, launching: Launching, slots: int = SLOTS
+) -> CudaRunner:
     """weights: a WeightFormat, or the folder of a packed checkpoint."""
     is_plain = weights in [each.value for each in WeightFormat]
     if is_plain:
@@ -48,7 +51,7 @@ def runner_of(ranks: Ranks, shape: str, way: str, weights: str, kv: str, launchi
         model, max_positions=LEN + BLOCK, weight_format=WeightFormat(weights if is_plain else "bf16")
     )
     config = CudaRunnerConfig(
-        num_blocks=64, block_size=BLOCK, max_slots=SLOTS, max_model_len=LEN, vocab_size=VOCAB, eos_token_ids=(7,),
+        num_blocks=64, block_size=BLOCK, max_slots=slots, max_model_len=LEN, vocab_size=VOCAB, eos_token_ids=(7,),
         max_batch_tokens=24, launching=launching, kv_dtype=FP8 if kv == "fp8" else None,
         deterministic=Deterministic.ON if way == "deterministic" else Deterministic.OFF,
     )  # fmt: skip
@@ -64,6 +67,61 @@ def mask_of(allowed: range) -> StepMasks:
     bits_V = np.zeros(VOCAB, np.bool_)
     bits_V[allowed] = True
     return StepMasks(index_N=np.zeros(1, np.int64), bits_NW=packed_mask(bits_V)[None])
+
+
+SPECIAL: dict[str, Any] = {"temperature": 60.0, "top_k": 9, "num_logprobs": MAX_TOP + 1}
+"""More than the device has room for."""
+
+
+def sampled_by(ranks: Ranks, way: str) -> dict[str, Any]:
+    """Tokens of rows of which each is sampled another way, all in one batch, and their log-probabilities; and, of each
+    step, the widths of what ranks have put together: first of steps whose rows have nothing but a temperature."""
+    patch, widths = pytest.MonkeyPatch(), list[set[int]]()
+    if DEVICE == "cpu":
+        cut_decodes_coarsely(patch)
+    concatenate = Ranks.concatenate
+
+    def noted(self: Ranks, part_SW: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        if widths:
+            widths[-1].add(part_SW.shape[1])
+        return concatenate(self, part_SW, out=out)
+
+    patch.setattr(Ranks, "concatenate", noted)
+    rows = [*SAMPLING, SPECIAL, {"temperature": 60.0, "seed": 3}]
+    runner = runner_of(ranks, "qwen2", way, "bf16", "auto", Launching.EAGER, len(rows))
+    hand, results = Hand(runner), list[StepResult]()  # type: ignore[arg-type]
+
+    def step(masks: StepMasks | None = None, **what: Any) -> None:
+        widths.append(set())
+        hand.launch(**what)
+        if masks is not None:
+            runner.constrain(masks)
+        results.append(runner.collect())
+
+    def decode(slots: range, position: int) -> dict[int, int]:
+        return dict.fromkeys(slots, position)
+
+    plain, others = range(2), range(2, len(rows))
+    for slot in plain:
+        hand.join(slot, prompt(slot, 2), **rows[slot])
+    step(prefill=tuple(chunk(slot, 0, 2) for slot in plain))
+    step(decode=decode(plain, 2))
+    for slot in others:
+        grammar = {"grammar": GRAMMAR} if slot == others[-1] else {}
+        hand.join(slot, prompt(slot, 2), **rows[slot], **grammar)
+    last = np.asarray([len(rows) - 1], np.int64)
+    masks = StepMasks(index_N=last, bits_NW=mask_of(range(20, 60)).bits_NW)
+    step(masks, decode=decode(plain, 3), prefill=tuple(chunk(slot, 0, 2) for slot in others))
+    for position in range(2, 5):
+        step(masks, decode=decode(plain, position + 2) | decode(others, position))
+    patch.undo()
+    runner.close()
+    return {
+        "tokens": [result.tokens_S.tolist() for result in results],
+        "chosen": np.asarray([each.logprob for result in results for each in result.logprobs.values()], np.float32),
+        "likely": [each.top_ids for result in results for each in result.logprobs.values()],
+        "widths": widths,
+    }
 
 
 def steps_of(

@@ -128,6 +128,11 @@ class CudaRunnerConfig:
         """Blocks of the longest request, with one token more: a step that runs ahead samples one that is dropped."""
         return -(-(self.max_model_len + 1) // self.block_size)
 
+    @property
+    def max_sampled(self) -> int:
+        """Rows that a step samples."""
+        return self.max_slots + MAX_RECORDED_CHUNKS
+
 
 class GraphRunner:
     """State, KV pool and steps, with static buffers."""
@@ -150,7 +155,7 @@ class GraphRunner:
         )
         self.sampling = SamplingState(
             num_rows=config.max_slots + 1,
-            max_batch=config.max_slots + MAX_RECORDED_CHUNKS,
+            max_batch=config.max_sampled,
             vocab_size=config.vocab_size,
             device=device,
             state=self.state,
@@ -235,7 +240,8 @@ class GraphRunner:
         recorded() if recorded else self._mixed_work(layout)()
 
     def run_sampling(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
-        """Enqueue the kernels that the rows (int32) of the step before need; stages: at least the union of theirs."""
+        """Put the logits of all ranks together and enqueue the kernels that the rows (int32) of the step before need;
+        stages: at least the union of theirs."""
         step, B = self.step, len(rows_B)
         recorded = (
             self._sampling.get((B, stages)) if masks is None and rows_B.data_ptr() == step.rows_B.data_ptr() else None
@@ -244,7 +250,7 @@ class GraphRunner:
             recorded()
             return
         batch = SampledBatch(
-            logits_BV=step.logits_BV[:B], rows_B=rows_B, token_B=step.token_B[:B], is_finite_B=step.is_finite_B[:B]
+            logits_BV=step.join_logits(B), rows_B=rows_B, token_B=step.token_B[:B], is_finite_B=step.is_finite_B[:B]
         )
         self.sampling.run(stages, batch, masks)
 
@@ -293,7 +299,7 @@ def make_steps(
     weights: GpuWeights, state: RowState, kv: KvPool, config: CudaRunnerConfig, *, max_tokens: int
 ) -> tuple[DecodeStep, MixedStep]:
     """The decode step and the mixed step, of the kind that is wanted."""
-    sizes: dict[str, int] = {"max_batch": config.max_slots + MAX_RECORDED_CHUNKS, "vocab_size": config.vocab_size}
+    sizes: dict[str, int] = {"max_batch": config.max_sampled, "vocab_size": config.vocab_size}
     if config.deterministic is Deterministic.ON:
         invariant = InvariantDecodeStep(weights, state, kv, rows_B=state.batch_A, **sizes)
         return invariant, InvariantMixedStep(invariant, max_tokens=max_tokens)

@@ -11,6 +11,7 @@ import torch
 
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.causal_lm import CausalLM
+from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import with_peer_sums
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.precompile import OnProgress as OnKernels
@@ -69,6 +70,15 @@ def make_cuda_runner(
             note=lambda told: log.info("sums_measured", found=told),
         )
         weights = replace(weights, ranks=faster)
+    if ranks.size > 1:
+        joining = with_peer_joins(
+            weights.ranks,
+            {torch.int64: 1, weights.dtype: len(weights.head_VD)},
+            max_rows=runner_config.max_sampled,
+            device=weights.embed_VD.device,
+            note=lambda told: log.info("joins_measured", found=told),
+        )
+        weights = replace(weights, ranks=joining)
     kv_dtype = runner_config.kv_dtype or weights.dtype
     block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
     coming = begin_host_blocks(config.host_kv_gib, block_bytes, weights.embed_VD.device, ranks=ranks)
@@ -104,7 +114,7 @@ def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: 
     """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
     Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
     loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
-    rehearsing = replace(weights.ranks, group=None, peers=None)  # nothing is computed that could be summed
+    rehearsing = replace(weights.ranks, group=None, peers=None, joins=None)  # nothing is computed that could be summed
     # Two layers: of a prompt's tokens, only those that are sampled go on behind the last one's attention.
     first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:

@@ -194,9 +194,8 @@ class StepSampler:
         if not step.stages:
             return _NO_LOGPROBS
         slots_S, stages = step.slots_S, step.stages & ~Stage.SPECIAL
-        if stages:
-            sent = None if masks is None else self._masks.send(step.columns(masks.index_N), masks.bits_NW)
-            self._graphs.run_sampling(step.rows_B, stages, sent)
+        sent = None if masks is None else self._masks.send(step.columns(masks.index_N), masks.bits_NW)
+        self._graphs.run_sampling(step.rows_B, stages, sent)
         logprobs = self._choose_special(step) if Stage.SPECIAL in step.stages else {}
         if Stage.LOGPROBS not in stages:
             return StepLogprobs(logprobs=logprobs)

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tests.support.model.interpreter import WARNINGS
 from tests.support.model.packed_checkpoints import GPTQ_CONFIG, write_packed_checkpoint
 from tests.support.model.ranks import alone, on_ranks
-from tests.support.worker.cuda_runners import DEVICE
-from tests.support.worker.rank_steps import steps_of
+from tests.support.worker.cuda_runners import CONFIG, DEVICE
+from tests.support.worker.rank_steps import sampled_by, steps_of
 
 pytestmark = [
     *WARNINGS,
@@ -52,6 +52,21 @@ def test_every_kind_of_step_gives_each_rank_what_one_rank_gets(shape: str, way: 
             assert len(rank[name]) == len(expected[name]) > 0
             np.testing.assert_allclose(rank[name], expected[name], atol=1e-4, rtol=1e-4)
     assert np.array_equal(found[0]["logits"], found[1]["logits"])
+
+
+@pytest.mark.parametrize("way", ["cublas", "deterministic"])
+def test_every_way_to_sample_gives_the_tokens_of_one_rank_and_joins_logits_where_it_must(
+    way: str, tmp_path: Path
+) -> None:
+    expected = alone(sampled_by, way)
+    assert len(expected["chosen"]) > 9
+    assert not any(expected["widths"])
+    candidate, part = 1, CONFIG.vocab_size // 2
+    for rank in on_ranks(2, sampled_by, tmp_path, way):
+        assert rank["tokens"] == expected["tokens"]
+        assert rank["likely"] == expected["likely"]
+        np.testing.assert_allclose(rank["chosen"], expected["chosen"], atol=1e-4, rtol=1e-4)
+        assert rank["widths"] == [{candidate}] * 2 + [{candidate, part}] * 4
 
 
 @pytest.mark.slow
