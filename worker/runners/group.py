@@ -4,9 +4,9 @@ same with parts of their own (model/parallel.py).
     engine -> GroupRunner -> the runner of rank 0
                    |---- orders ----> follower: the runner of rank 1, and so on
 
-A follower needs each step's plan and the masks for it, and nothing else: every rank has all logits and chooses the same
-tokens. Scheduler, block manager and gateways know nothing of it. A rank that ends takes the group with it, and so does
-a step that fails: the others may have gone through it, and wait for this one in the next.
+A follower needs each step's plan and the masks for it, and nothing else: every rank comes to the same tokens by itself.
+Scheduler, block manager and gateways know nothing of it. A rank that ends takes the group with it, and so does a step
+that fails: the others may have gone through it, and wait for this one in the next.
 
 Must not know: models, devices, how a follower was started, how orders reach it.
 """
