@@ -30,9 +30,17 @@ OverlappingCuts = LayerCuts[OverlappingCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
 """Batch sizes that have cuts of their own: each serves those below it."""
 MOST_STAGES = 8
-WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, SHARED_BYTES = 196_608, 172_032, 114_688, 65_536
+WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, TRIPLE_BYTES = 196_608, 172_032, 114_688, 65_536
 """Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
 it can; of one of a small matrix, which is there whole and leaves room to the successor; of one of a pair; of three."""
+MULTIPROCESSORS, SHARED_BYTES, BYTES_BESIDE = 132, 233_472, 1_280
+"""Of an H100 and an H200; shared memory of each, and what a program takes beside its stages."""
+LEAST_LIMITED, MOST_AT_ONCE, LEAST_STAGES = 32, 3, 3
+"""From so many rows on, where a multiprocessor's share of a product is at most so many programs and each has so many
+stages then, it has room for all of them at once: those of a second turn would fetch nothing meanwhile."""
+WIDE_GATE_UP = OverlappingCut(outputs=64, tokens=128, blocks=1, stages=3)
+WIDE_DOWN = OverlappingCut(outputs=64, tokens=128, blocks=1, stages=8)
+"""Of more rows than 128 and 64, where a small matrix has about all of its splits at once."""
 NUMBER_BYTES = 2
 TILES_OF_MANY = (
     OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
@@ -52,33 +60,51 @@ HEAD_TILES = (
 
 
 def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """Cuts of every product for a batch of one of OVERLAPPING_SIZES: the fastest of ours for 0.5B on an H100
-    (bench/RESULTS.md). Sums are cut as in deterministic mode, by the matrix alone."""
+    """Cuts of every product for a batch of one of OVERLAPPING_SIZES: the fastest of ours for 0.5B and 7B on an
+    H200 (bench/RESULTS.md). Sums are cut as in deterministic mode, by the matrix alone."""
 
     def cut(
         num_outputs: int, num_inputs: int, room: int, *, tokens: int, blocks: int, outputs: int = 64
     ) -> OverlappingCut:
         splits = Splits.of(num_outputs, num_inputs)
+        at_once = -(-num_programs(num_outputs, num_inputs, tokens, outputs) // MULTIPROCESSORS)
+        block_bytes = (outputs + tokens) * BLOCK * NUMBER_BYTES
+        share = SHARED_BYTES // at_once - BYTES_BESIDE
+        if size >= LEAST_LIMITED and at_once <= MOST_AT_ONCE and share >= LEAST_STAGES * block_bytes:
+            room = min(room, share)
         blocks = gcd(blocks, splits.inputs // BLOCK)
-        rounds = splits.inputs // (BLOCK * blocks)
-        stages = min(rounds, MOST_STAGES, room // ((outputs + tokens) * blocks * BLOCK * NUMBER_BYTES))
+        if size >= LEAST_LIMITED:
+            while blocks % 2 == 0 and room // (block_bytes * blocks) < LEAST_STAGES:
+                blocks //= 2
+        stages = min(splits.inputs // (BLOCK * blocks), MOST_STAGES, room // (block_bytes * blocks))
         return OverlappingCut(outputs=outputs, tokens=tokens, blocks=blocks, stages=stages, splits=splits.count)
 
+    def num_programs(num_outputs: int, num_inputs: int, tokens: int, outputs: int = 64) -> int:
+        return -(-num_outputs // outputs) * -(-size // tokens) * Splits.of(num_outputs, num_inputs).count
+
+    def narrow(num_outputs: int, num_inputs: int) -> OverlappingCut:
+        # One tile of tokens where that leaves no multiprocessor idle: others read the matrix again.
+        is_large = size == 64 and num_programs(num_outputs, num_inputs, size) >= MULTIPROCESSORS
+        tokens = 64 if is_large or size > 128 else min(size, 32)
+        return cut(num_outputs, num_inputs, NARROW_BYTES, tokens=tokens, blocks=2)
+
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
-    narrow = min(size, 32) if size <= 128 else 64
     if size == 8:
         gate_up = cut(2 * I, D, WHOLE_BYTES, tokens=size, blocks=2, outputs=128)
-    elif size <= 128:
-        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=size, blocks=1)
-    else:
+    elif size > 128:
         gate_up = replace(cut(2 * I, D, PAIRED_BYTES, tokens=128, blocks=1, outputs=128), warps=8)
+    else:
+        is_small = num_programs(2 * I, D, tokens=size) <= 2 * MULTIPROCESSORS
+        is_large = 2 < num_programs(2 * I, D, tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
+        outputs = 128 if is_large and size in (32, 64) else 64
+        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=min(size, 64 if is_small else 128), blocks=1, outputs=outputs)
     if size <= 128:
         down = cut(D, I, WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2)
     else:
-        down = cut(D, I, SHARED_BYTES, tokens=64, blocks=1)
+        down = cut(D, I, TRIPLE_BYTES, tokens=64, blocks=1)
     return OverlappingCuts(
-        qkv=cut(A + 2 * config.num_key_value_heads * config.head_dim, D, NARROW_BYTES, tokens=narrow, blocks=2),
-        output=cut(D, A, NARROW_BYTES, tokens=narrow, blocks=2),
+        qkv=narrow(A + 2 * config.num_key_value_heads * config.head_dim, D),
+        output=narrow(D, A),
         gate_up=gate_up,
         down=down,
     )
@@ -97,10 +123,15 @@ def head_cut(num_rows: int) -> OverlappingCut:
 
 
 def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """`all_cuts_of`, where a library is not faster."""
+    """`all_cuts_of`, where a library is not faster; sums of many rows are cut as many times as a device holds."""
     cuts = all_cuts_of(config, size)
     if size <= 64:
         return cuts
+    wanted = Splits.of(config.hidden_size, config.intermediate_size).count
+    splits = min(wanted, MULTIPROCESSORS // WIDE_DOWN.num_tiles(size, config.hidden_size))
+    if 1 < wanted <= splits + 1:
+        cuts = replace(cuts, down=replace(WIDE_DOWN, splits=splits))
+        return cuts if size <= 128 else replace(cuts, gate_up=WIDE_GATE_UP)
     return replace(cuts, down=None) if size <= 128 else replace(cuts, gate_up=None, down=None)
 
 
@@ -112,7 +143,8 @@ def fits_overlapping(config: ModelConfig, weight: torch.Tensor) -> bool:
 
 def overlapping_room(config: ModelConfig, device: torch.device | str) -> SplitKRoom:
     """Room for the products of all OVERLAPPING_SIZES."""
-    return room_for(config, ((size, all_cuts_of(config, size)) for size in OVERLAPPING_SIZES), device)
+    ways = (all_cuts_of, overlapping_cuts_of)
+    return room_for(config, ((size, way(config, size)) for size in OVERLAPPING_SIZES for way in ways), device)
 
 
 class OverlappingFinish(CutFinish[OverlappingCut]):

@@ -10,9 +10,10 @@ side of the product whose instruction is wide, rows on the other. A matrix is se
     this one          |weights ...   | rows, products | parts |
     successor                |weights ...             ...
 
-The sum over the inputs is cut into splits; the program that finishes a tile last adds them up in their order. Within a
-split it runs over the inputs in order, and an output reads its own row of the matrix and its own token alone: bits
-depend on the splits, not on the tile nor on the other rows.
+The sum over the inputs is cut into splits, which are added up in their order: by the program that finishes a tile last,
+or, of a large tile, by all its programs, a share each, when all are there. Within a split it runs over the inputs in
+order, and an output reads its own row of the matrix and its own token alone: bits depend on the splits, not on the tile
+nor on the other rows.
 
 The kernel is written in Gluon, for Hopper's instructions alone (`fits`); model/kernels/products/split_k.py has the same
 products for every other device, and for triton's interpreter.
@@ -166,7 +167,7 @@ def _enqueue(
         weights = by_blocks(weight_OK, [cut.blocks, cut.outputs])
     parts, arrived = (out_TO, out_TO) if room is None else (room.parts, room.arrived)
     parts = parts if scale_T is None else scale_T
-    overlapping_product_kernel[(cut.num_tiles(T, len(weight_OK)), cut.splits)](
+    overlapping_product_kernel[(cut.num_tiles(T, len(weight_OK)) * cut.splits,)](
         weights, by_blocks(x_TK, [cut.blocks, cut.tokens]), out_TO, parts, arrived, T, eps,
         O=O, K=K, OUTPUTS=cut.outputs, TOKENS=cut.tokens, BLOCKS=cut.blocks, STAGES=cut.stages, SPLITS=cut.splits,
         TURNS=cut.turns, GROUP=cut.group, THEN=then, WARPS=cut.warps, PDL=overlap.value, num_warps=cut.warps,

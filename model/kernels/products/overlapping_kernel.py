@@ -20,6 +20,8 @@ from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 BLOCK = 64
 """Inputs of a block: 128 bytes, which the copy engine can spread over the banks."""
+SHARED_NUMBERS = gl.constexpr(8192)
+"""Of a tile: the programs of so large a one add its splits up together, of a smaller one the last to arrive does."""
 
 
 @gluon.jit
@@ -28,6 +30,37 @@ def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexp
         tma.async_copy_global_to_shared(w_desc, [block, 0, output, 0], bar, w_smem, pred=has)
     else:
         tma.async_copy_global_to_shared(w_desc, [block, output, 0], bar, w_smem, pred=has)
+
+
+@gluon.jit
+def _add_parts(
+    out_TO, tile_parts, arrived, token, output, split, T,
+    O: gl.constexpr, RESULTS: gl.constexpr, TOKENS: gl.constexpr, SPLITS: gl.constexpr, ADD: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    # Each program of the tile adds up a share of it, in the order of the splits. The barrier orders every thread's
+    # stores before the one atomic that releases them.
+    gl.thread_barrier()
+    gl.atomic_add(arrived, 1, sem="acq_rel")
+    while gl.atomic_add(arrived, 0, sem="acq_rel") < SPLITS:
+        pass
+    SHARES: gl.constexpr = 2 if SPLITS == 2 else 4 if SPLITS <= 4 else 8 if SPLITS <= 8 else 16 if SPLITS <= 16 else 32
+    SHARE: gl.constexpr = RESULTS * TOKENS // SHARES
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    for share in range(split, SHARES, SPLITS):
+        inner = share * SHARE + gl.arange(0, SHARE, flat)
+        total = gl.zeros([SHARE], gl.float32, flat)
+        for s in gl.static_range(SPLITS):
+            total += gl.load(tile_parts + s * (RESULTS * TOKENS) + inner, cache_modifier=".cg")
+        t, o = token + inner // RESULTS, output + inner % RESULTS
+        out_at = out_TO + t.to(gl.int64) * O + o
+        if ADD:
+            total += gl.load(out_at, mask=(t < T) & (o < O), other=0.0).to(gl.float32)
+            if SHARE < 128 * WARPS:
+                gl.thread_barrier()  # several threads have each number: all have read it before one writes
+        gl.store(out_at, total.to(out_TO.dtype.element_ty), mask=(t < T) & (o < O))
+    if gl.atomic_add(arrived, 1, sem="acq_rel") == 2 * SPLITS - 1:
+        gl.store(arrived, 0)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -48,8 +81,9 @@ def overlapping_product_kernel(
     # Beside other arithmetic in the loop, ptxas lets products run into the next round only one by one (C7515).
     PENDING: gl.constexpr = 0 if IS_GATE and not HAS_SCALE else (BLOCKS if BLOCKS < 7 else 7)
     dtype: gl.constexpr = w_desc.dtype
-    tile = gl.program_id(0)
-    split = gl.program_id(1)
+    # The programs of a tile, which may wait for one another, stand side by side: they are started together.
+    tile = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
     # Tiles of tokens fastest, within groups of them, so that a tile of weights is read while it is in the cache.
     token_tiles = (T + TOKENS - 1) // TOKENS
     in_group = GROUP * ((O + RESULTS - 1) // RESULTS)
@@ -89,7 +123,8 @@ def overlapping_product_kernel(
     out_at = out_TO + (token + inner_t).to(gl.int64)[None, :] * O + (output + inner_o)[:, None]
     mask = (token + inner_t < T)[None, :] & (output + inner_o < O)[:, None]
     # What is added to is fetched beside the first inputs where registers hold it.
-    IS_EARLY: gl.constexpr = THEN == 1 and RESULTS * TOKENS <= 1024 * WARPS
+    IS_SHARED: gl.constexpr = SPLITS > 1 and RESULTS * TOKENS >= SHARED_NUMBERS
+    IS_EARLY: gl.constexpr = THEN == 1 and not IS_SHARED and RESULTS * TOKENS <= 1024 * WARPS
     if IS_EARLY:
         before = gl.load(out_at, mask=mask, other=0.0)
 
@@ -149,6 +184,14 @@ def overlapping_product_kernel(
         gate = gl.convert_layout(gate, out_layout) * scale
         up = gl.convert_layout(up, out_layout) * scale
         gl.store(out_at, (gate / (1.0 + gl.exp(-gate)) * up).to(dtype), mask=mask)
+    elif IS_SHARED:
+        out = gl.convert_layout(acc, out_layout)
+        tile_parts = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS)
+        gl.store(tile_parts + split * (RESULTS * TOKENS) + inner_o[:, None] + RESULTS * inner_t[None, :], out)
+        _add_parts(
+            out_TO, tile_parts, arrived + tile, token, output, split, T,
+            O=O, RESULTS=RESULTS, TOKENS=TOKENS, SPLITS=SPLITS, ADD=THEN == 1, WARPS=WARPS,
+        )  # fmt: skip
     else:
         out = gl.convert_layout(acc, out_layout)
         is_last = True

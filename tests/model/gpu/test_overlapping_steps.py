@@ -14,6 +14,7 @@ from octavo.model.gpu.overlapping_layers import (
     OVERLAPPING_SIZES,
     all_cuts_of,
     fits_overlapping,
+    overlapping_cuts_of,
     overlapping_room,
 )
 from octavo.model.gpu.state import RowState
@@ -49,13 +50,29 @@ def test_every_shape_has_cuts_that_a_multiprocessor_holds_and_sums_of_the_determ
         assert cut.ends(num_inputs)
 
 
+@pytest.mark.parametrize(("shape", "size"), [("0.5B", 32), ("0.5B", 128), ("0.5B", 256), ("7B", 32), ("7B", 64)])
+def test_all_programs_of_a_product_are_there_at_once(shape: str, size: int) -> None:
+    """On a device of 132 multiprocessors: those of a second turn would fetch no weights while the first compute."""
+    config, cuts = PUBLISHED[shape].config, overlapping_cuts_of(PUBLISHED[shape].config, size)
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    outputs = {
+        "qkv": heads * config.head_dim, "output": config.hidden_size, "gate_up": 2 * config.intermediate_size,
+        "down": config.hidden_size,
+    }  # fmt: skip
+    for name, num_outputs in outputs.items():
+        cut = getattr(cuts, name)
+        program_bytes = (cut.outputs + cut.tokens) * cut.blocks * BLOCK * 2 * cut.stages + 1024 + 64
+        at_once = 132 * (233_472 // program_bytes)
+        assert cut.num_tiles(size, num_outputs) * cut.splits <= at_once, name
+
+
 def test_the_room_is_enough_for_every_product() -> None:
     config, room = PUBLISHED["0.5B"].config, overlapping_room(PUBLISHED["0.5B"].config, "meta")
     for size in OVERLAPPING_SIZES:
-        down = all_cuts_of(config, size).down
-        assert down is not None
-        assert room.parts.numel() >= down.part_elements(size, config.hidden_size)
-        assert len(room.arrived) >= down.num_tiles(size, config.hidden_size)
+        for down in (all_cuts_of(config, size).down, overlapping_cuts_of(config, size).down):
+            assert down is not None
+            assert room.parts.numel() >= down.part_elements(size, config.hidden_size)
+            assert len(room.arrived) >= down.num_tiles(size, config.hidden_size)
 
 
 def test_without_such_a_device_no_batch_size_is_tried_this_way() -> None:

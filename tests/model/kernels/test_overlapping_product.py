@@ -47,6 +47,8 @@ CUTS = [
     OverlappingCut(tokens=32, blocks=4, stages=2, splits=3),
     OverlappingCut(tokens=64, splits=7),
     OverlappingCut(outputs=128, tokens=128, blocks=1, splits=2, warps=8),
+    OverlappingCut(tokens=128, blocks=1, stages=8, splits=5),
+    OverlappingCut(outputs=128, tokens=128, blocks=1, stages=3, splits=19, warps=8),
 ]
 SHAPES = [(1, 96, 192), (8, 130, 448), (17, 64, 64), (33, 160, 896), (130, 1152, 4864)]
 COMPILE = """
@@ -58,8 +60,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from octavo.model.kernels.products.overlapping_kernel import overlapping_product_kernel
 
-then, outputs, tokens, blocks, stages, warps = map(int, sys.argv[1:7])
-folder = Path(sys.argv[7])
+then, outputs, tokens, blocks, stages, splits, warps = map(int, sys.argv[1:8])
+folder = Path(sys.argv[8])
 
 def tiles(*shape):
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
@@ -71,8 +73,8 @@ types = dict(
     T="i32", eps="fp32",
 )
 constants = dict(
-    O=640, K=1024, OUTPUTS=outputs, TOKENS=tokens, BLOCKS=blocks, STAGES=stages, SPLITS=1, TURNS=1, GROUP=16, THEN=then,
-    WARPS=warps, PDL=False,
+    O=640, K=1024, OUTPUTS=outputs, TOKENS=tokens, BLOCKS=blocks, STAGES=stages, SPLITS=splits, TURNS=1, GROUP=16,
+    THEN=then, WARPS=warps, PDL=False,
 )
 source = GluonASTSource(overlapping_product_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
@@ -90,13 +92,15 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
     ("then", "cut"),
     [
         (ADD, OverlappingCut(tokens=64, stages=3)),
+        (ADD, OverlappingCut(tokens=128, blocks=1, splits=5)),
+        (ADD, OverlappingCut(outputs=128, tokens=128, blocks=1, stages=3, splits=5, warps=8)),
         (GATE, OverlappingCut(outputs=128, tokens=8)),
         (GATE, OverlappingCut(outputs=128, tokens=256, blocks=1, warps=8)),
     ],
 )
 def test_compiled_products_run_beside_each_other(tmp_path: Path, then: int, cut: OverlappingCut) -> None:
     """The assembler says so when it has to wait for each, and how many registers it kept elsewhere."""
-    numbers = (then, cut.outputs, cut.tokens, cut.blocks, cut.stages, cut.warps)
+    numbers = (then, cut.outputs, cut.tokens, cut.blocks, cut.stages, cut.splits, cut.warps)
     told = subprocess.run(
         [sys.executable, "-c", COMPILE, *map(str, numbers), str(tmp_path)],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
