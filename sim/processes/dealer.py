@@ -216,6 +216,9 @@ class SimLink(WorkerLink):
         self.on_drained(received)
         return received
 
+    def _speaking(self) -> list[_Gateway]:
+        return list(self._gateways.values())  # there is nothing to poll
+
     @property
     def patience_s(self) -> float:
         """How long an idle engine may wait: as `WorkerLink.wait` has it."""

@@ -1,9 +1,9 @@
 """The worker's links to its gateways: the engine's Inbox and Outbox over ZeroMQ.
 
 One DEALER per gateway endpoint, all used by the engine's thread; only ``wake`` may be called from elsewhere. Presents
-the worker until it is welcome, hands out the tokenizer, and reports a gateway that is gone as GatewayLost: on a
-broken connection, on a restart, or when it has taken nothing for so long that the backlog is full.
-Must not know what the engine does with messages. No asyncio.
+the worker until it is welcome, hands out the tokenizer, and reports a gateway that is gone as GatewayLost: on a broken
+connection, on a restart, or when it has taken nothing for so long that the backlog is full. Must not know what the
+engine does with messages. No asyncio.
 """
 
 import math
@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,11 +26,11 @@ from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMes
 from octavo.worker.scheduler.plan import GatewayIndex
 
 log = structlog.get_logger(__name__)
-
 MAX_BACKLOG_MESSAGES = 4_096  # besides the socket's own queue
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 REGISTER_INTERVAL_S = 0.5
 MAX_DRAIN = 1_000  # messages per gateway and call: the engine must get to its step
+Received = list[tuple[GatewayIndex, InboxMessage]]
 
 
 class LinkState(Enum):
@@ -73,9 +74,8 @@ class Registration:
 
     def takes_register(self, now_s: float) -> bool:
         """Whether to send Register now; counts it as sent."""
-        if self.state is not LinkState.PRESENTING:
-            return False
-        if self._next_register_s is not None and now_s < self._next_register_s:
+        is_early = self._next_register_s is not None and now_s < self._next_register_s
+        if self.state is not LinkState.PRESENTING or is_early:
             return False
         self._next_register_s = now_s + REGISTER_INTERVAL_S
         return True
@@ -124,11 +124,9 @@ class GatewaySocket:
     def receive(self, limit: int) -> list[bytes]:
         """Up to ``limit`` messages that are here; of several frames only the last counts. Never blocks."""
         frames: list[bytes] = []
-        try:
+        with suppress(zmq.Again):
             while len(frames) < limit:
                 frames.append(self.socket.recv_multipart(zmq.NOBLOCK)[-1])
-        except zmq.Again:
-            pass
         return frames
 
     def send(self, frame: bytes) -> None:
@@ -172,14 +170,10 @@ class GatewaySocket:
             self.socket.close()
 
     def _try_send(self, frame: bytes) -> bool:
-        try:
+        with suppress(zmq.Again):
             self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-
-Received = list[tuple[GatewayIndex, InboxMessage]]
+            return True
+        return False
 
 
 @dataclass(slots=True)
@@ -233,10 +227,11 @@ class WorkerLink:
         self._lost.clear()
         if self._wanted is not self._endpoints:
             self._change(self._wanted, received)
-        for gateway in self._gateways.values():
+        for gateway in self._speaking():
             self._take_transitions(gateway, received)
             for frame in gateway.socket.receive(MAX_DRAIN):
                 self._take(gateway, frame, received)
+        for gateway in self._gateways.values():
             self._present(gateway)
             gateway.socket.flush()
         return received
@@ -305,6 +300,11 @@ class WorkerLink:
         for gateway in gateways.values():
             self._poller.register(gateway.socket.socket, zmq.POLLIN)
             self._poller.register(gateway.socket.monitor, zmq.POLLIN)
+
+    def _speaking(self) -> list[_Gateway]:
+        """With something to read. Most have nothing between two steps: one look at all of them."""
+        ready = dict(self._poller.poll(0))
+        return [g for g in self._gateways.values() if g.socket.socket in ready or g.socket.monitor in ready]
 
     def _disconnected(self, gateway: _Gateway, reason: str, received: Received) -> None:
         if gateway.registration.on_disconnected():

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -148,6 +149,26 @@ def test_messages_of_the_gateway_come_in_order(joined: Bench) -> None:
     messages = [Cancel(handles=(number,)) for number in range(5)]
     joined.gateways[0].send(*messages)
     assert joined.take(5) == [(G0, message) for message in messages]
+
+
+def test_a_gateway_that_says_nothing_is_not_read(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, stack, num_gateways=3)
+    for gateway in bench.gateways:
+        bench.register_at(gateway)
+    looks: list[tuple[str, str]] = []
+    for name in ("receive", "transitions"):
+        method = getattr(link_module.GatewaySocket, name)
+
+        def counted(socket: link_module.GatewaySocket, *given: int, name: str = name, method: Any = method) -> Any:
+            looks.append((name, socket.address))
+            return method(socket, *given)
+
+        monkeypatch.setattr(link_module.GatewaySocket, name, counted)
+    bench.gateways[1].send(Cancel(handles=(1,)))
+    assert bench.take(1) == [(G1, Cancel(handles=(1,)))]
+    assert looks == [("transitions", bench.addresses[1]), ("receive", bench.addresses[1])]
 
 
 def test_messages_to_the_gateway_arrive_in_order(joined: Bench) -> None:
