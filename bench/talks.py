@@ -44,12 +44,15 @@ class Sizes:
     burst: int = 1024
     burst_tokens: Bounds = (64, 128)
     bursts: int = 5
+    one_tokens: Bounds = (128, 256)
+    ones: int = 10
     processes: int = 8
 
 
 QUICK = Sizes(
     nano=6, nano_tokens=(8, 24), seeds=(3, 4), conversations=3, turns=3, common_tokens=48, turn_tokens=(4, 8),
-    traced=8, longest_prompt=64, longest_answer=8, burst=12, burst_tokens=(8, 8), bursts=2, processes=2,
+    traced=8, longest_prompt=64, longest_answer=8, burst=12, burst_tokens=(8, 8), bursts=2, one_tokens=(8, 8), ones=2,
+    processes=2,
 )  # fmt: skip
 
 
@@ -75,6 +78,11 @@ def burst(sizes: Sizes, seed: int) -> list[Conversation]:
     """Short ones, all of the same lengths."""
     dice, (num_prompt, num_output) = random.Random(seed), sizes.burst_tokens
     return of_lengths([(num_prompt, num_output)] * sizes.burst, dice)
+
+
+def one(sizes: Sizes, seed: int) -> list[Conversation]:
+    """A single request."""
+    return of_lengths([sizes.one_tokens], random.Random(seed))
 
 
 def trace_lengths(sizes: Sizes, path: Path | None) -> list[tuple[int, int]]:

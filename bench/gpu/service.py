@@ -1,5 +1,6 @@
 """What callers of the whole service get, part after part, each line printed as soon as it is known.
 
+    one            one stream at a time
     nano           streams of nano bench, `octavo serve` without flags and with the best ones in turns
     cached         its prompts fresh, and the same again, wholly cached, in turns
     conversations  64 of six turns over 1,000 common tokens
@@ -41,11 +42,12 @@ from bench.shapes import SHAPES
 from octavo.cli.errors import CliError
 from octavo.cli.serve.ports import free_port
 
-PARTS = {"nano": 45.0, "cached": 45.0, "conversations": 30.0, "trace": 60.0, "burst": 40.0, "start": 150.0}
+PARTS = {"one": 20.0, "nano": 45.0, "cached": 45.0, "conversations": 30.0, "trace": 60.0, "burst": 40.0, "start": 150.0}
 """Seconds that each may take; nano: with each of its services."""
 START_LIMIT_S = 120.0
 BEST_FLAGS = "--gateways=8 --max-model-len=4096 --page=off --log-level=warning"
 FLAGS_BAR, CACHED_BAR, GAP_BAR_MS, TURN_BAR_MS, BURST_BAR, START_BAR_S = 0.97, 1.05, 26.0, 60.0, 90_000, 20.0
+ONE_FIRST_BAR_MS, ONE_TOKEN_BAR_MS = 4.5, 0.46
 
 
 class Bench:
@@ -139,6 +141,7 @@ class Bench:
                 self.call(measured.service, talks.nano(self.sizes, 99)[:8])
                 again = ", again" if self.rates[name] else ""
                 work_of = {
+                    "one": measured.one,
                     "nano": lambda: measured.nano(name),
                     "cached": measured.cached,
                     "conversations": measured.conversations,
@@ -177,6 +180,23 @@ class Measured:
     bench: Bench
     service: Service
     metrics_url: str
+
+    def one(self) -> None:
+        """Single requests, one after the other, each fresh."""
+        sizes = self.bench.sizes
+        firsts, tokens = list[float](), list[float]()
+        for turn in range(sizes.ones):
+            (answer,) = self.bench.call(self.service, talks.one(sizes, 600 + turn)).answers
+            (first_s, num_first), (last_s, _) = answer.arrivals[0], answer.arrivals[-1]
+            firsts.append(1e3 * first_s)
+            tokens.append(1e3 * (last_s - first_s) / max(1, answer.got - num_first))
+        first_ms, token_ms = statistics.median(firsts), statistics.median(tokens)
+        self.bench.say(
+            f"ONE STREAM first token {first_ms:.2f} ms (bar {ONE_FIRST_BAR_MS}){_verdict(first_ms <= ONE_FIRST_BAR_MS)}"
+            f" of {' '.join(f'{each:.1f}' for each in firsts)}; {token_ms:.3f} ms a token (bar {ONE_TOKEN_BAR_MS})"
+            + _verdict(token_ms <= ONE_TOKEN_BAR_MS)
+        )
+        self.bench.keep("one stream, ms", {"first token": firsts, "a token": tokens})
 
     def nano(self, name: str) -> None:
         """Fresh prompts of each seed."""

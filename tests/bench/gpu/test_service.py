@@ -38,13 +38,15 @@ def test_every_part_tells_its_figures_and_one_that_fails_does_not_end_the_others
 ) -> None:
     trace, out = tmp_path / "trace.csv", tmp_path / "out.json"
     trace.write_text("no trace at all\n")
-    parts = ["cached", "conversations", "trace", "burst"]
+    parts = ["one", "cached", "conversations", "trace", "burst"]
     figures = measure(parse(["--quick", "--only", *parts, "--trace", str(trace), "--out", str(out)]), tmp_path)
     said = capsys.readouterr().out
     assert "trace, default: FAILED" in said
     assert "trace.csv" in said
-    assert all(word in said for word in ("CACHED / fresh: ", "worst single turn", "BURST lowest "))
+    assert all(word in said for word in ("ONE STREAM ", "CACHED / fresh: ", "worst single turn", "BURST lowest "))
     assert {"cached / fresh", "conversations, worst cached turn, ms", "burst, tok/s"} <= figures.keys()
+    assert isinstance(one := figures["one stream, ms"], dict)
+    assert {name: len(each) for name, each in one.items()} == {"first token": 2, "a token": 2}
     assert json.loads(out.read_text()) == figures
     again, fresh = figures["cached, cached, seed 13"], figures["cached, fresh, seed 13"]
     assert isinstance(again, dict)
