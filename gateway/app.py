@@ -45,7 +45,7 @@ from octavo.gateway.servicers.load import LoadServicer
 from octavo.gateway.servicers.model import ModelServicer
 from octavo.gateway.text.render_pool import Renderer, RenderPool
 from octavo.gateway.text.service import TextService
-from octavo.gateway.ticker import GarbageWatch, Ticker, measure_loop_lag
+from octavo.gateway.ticker import Ticker, garbage_watch, measure_loop_lag
 from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2_grpc
@@ -187,7 +187,7 @@ class Gateway:
     def _watch_process(self) -> list["asyncio.Task[None]"]:
         return [
             asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
-            asyncio.create_task(GarbageWatch(is_busy=self.submitter.coalescer.is_in_rounds).run(), name="garbage"),
+            asyncio.create_task(garbage_watch(self.tracker, self.pool).run(), name="garbage"),
             asyncio.create_task(self._endings.run(), name="unread endings"),
             asyncio.create_task(self._limiter.run(), name="connections"),
         ]

@@ -15,8 +15,10 @@ from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.submit import Collaborators
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.streams.stream import Coalescer
 from octavo.gateway.watching.watch import LoadWatch
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView
 
 log = structlog.get_logger(__name__)
@@ -45,8 +47,8 @@ class GarbageWatch:
         growth_bytes: int = GROWTH_BYTES,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """is_busy: streams would feel a collection, which waits then until memory has grown BUSY_GROWTH times as
-        much."""
+        """rss_bytes: without what is known to be in use. is_busy: callers would feel a collection, which waits then
+        until memory has grown BUSY_GROWTH times as much."""
         self._rss_bytes = rss_bytes or resident_bytes
         self._growth_bytes = growth_bytes
         self._is_busy = is_busy
@@ -85,6 +87,11 @@ class GarbageWatch:
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.look()
+
+
+def garbage_watch(tracker: RequestTracker, pool: WorkerPool) -> GarbageWatch:
+    """Of a gateway. The index of prefixes grows to many times GROWTH_BYTES while streams run, and is no garbage."""
+    return GarbageWatch(lambda: resident_bytes() - pool.index_bytes, is_busy=lambda: len(tracker) > 0)
 
 
 def resident_bytes() -> int:

@@ -99,10 +99,6 @@ class Coalescer:
         """Between rounds now; 0.0: tokens go out as they come."""
         return 0.0 if self._now_s() - self._window[0] > STALE_S else self._interval_s
 
-    def is_in_rounds(self) -> bool:
-        """The gateway is busy."""
-        return self.interval_s > 0.0
-
     def holds(self, notifier: Notifier) -> bool:
         """Whether its reader, when it comes from a message, is to take nothing before the next round. One that was busy
         with the message while a round passed makes up for it."""

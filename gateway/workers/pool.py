@@ -144,14 +144,18 @@ class WorkerPool:
         """Outputs that are open."""
         return len(self._outputs)
 
+    @property
+    def index_bytes(self) -> int:
+        """That the index of prefixes takes, about."""
+        return self._prefixes.num_bytes
+
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
         """Where it costs the least (`workers.router`); while an output is on probation at a worker, another one where
         there is one. prompt_ids: int32 [T]. Raises NoWorker."""
         ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
         if not ready:
             raise NoWorker(model)
-        on_probation = self._migration.on_probation
-        ready = [record for record in ready if record.incarnation not in on_probation] or ready
+        ready = [record for record in ready if record.incarnation not in self._migration.on_probation] or ready
         match = self._prefixes.match(ready, prompt_ids, salt)
         candidates = candidates_of(ready, match, self._outputs.waiting_tokens)
         self._turn += 1

@@ -2,8 +2,15 @@
 
 import gc
 import weakref
+from typing import cast
 
+import pytest
+
+from octavo.gateway import ticker
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.ticker import GarbageWatch, give_back
+from octavo.gateway.workers.pool import WorkerPool
+from tests.support.gateway.fake_pool import FakePool
 
 MIB = 1 << 20
 
@@ -34,6 +41,24 @@ def test_while_streams_would_feel_it_it_waits_for_four_times_the_growth() -> Non
     now = 155
     assert not watch.look()
     is_busy = False
+    assert watch.look()
+
+
+def test_neither_open_requests_nor_the_index_of_prefixes_make_a_gateway_collect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trace's prompts made an index of 77 MiB: a gateway collected four times, 10 to 80 ms each, in which none of its
+    callers got a token."""
+    own, pool, tracked = 100 * MIB, FakePool(), list[object]()
+    monkeypatch.setattr(ticker, "resident_bytes", lambda: own + pool.index_bytes)
+    watch = ticker.garbage_watch(cast(RequestTracker, tracked), cast(WorkerPool, pool))
+    for _ in range(100):
+        pool.index_bytes += MIB
+        assert not watch.look()
+    tracked.append("a request")
+    own += 63 * MIB  # what callers sent, for example
+    assert not watch.look()
+    own += MIB
     assert watch.look()
 
 

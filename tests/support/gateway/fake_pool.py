@@ -125,6 +125,7 @@ class FakePool:
     refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
     stats: PoolStats = field(default_factory=PoolStats)
     is_closed: bool = False
+    index_bytes: int = 0
     prefixes: Prefixes = field(default_factory=lambda: Prefixes(max_nodes=1000, now_us=lambda: 1000))
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _handles: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
