@@ -12,7 +12,7 @@ from octavo.grammar.limits import GrammarLimits
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 """Tokens of a step by default: what a device computes without making those who decode wait for long."""
-GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS = 0.025, 16.0
+GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS = 0.020, 16.0
 """How long a GPU's step takes prompt tokens by default while outputs decode in it (SchedulerConfig)."""
 
 

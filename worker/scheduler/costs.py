@@ -23,6 +23,7 @@ from octavo.worker.scheduler.plan import Chunk
 _FADE = 0.9  # of what was measured before, with each new measurement
 _MIN_PREFILL_TOKENS = 32  # below, a step's time says little about a token's
 GAP_PER_WAIT = 1.0  # a step may take as long as the next prompt has waited
+FULL_STEPS = 1.25  # but no longer than so many full steps of prompts' beginnings
 LEAST_PROMPT_TOKENS = 32
 """That a step takes of prompts however slow it is, so that they get on."""
 
@@ -134,11 +135,14 @@ class StepPace:
     max_gap_s: a step beside outputs is to take no longer. least_steps: but no less than so
     many steps without prompts, since what a step costs whatever is in it is lost to prompts, nor less than the next
     prompt has waited: where they come faster than they are computed, short steps would make it worse for all. 0:
-    whatever waits. Bounds nothing before a step with prompts has been seen, and by steps without prompts one of these.
+    whatever waits. max_tokens: of any step. A step full of tokens far behind a prompt's beginning, which attend to
+    much, takes several times as long as one full of beginnings, and shares what it costs whatever is in it among no
+    more tokens: no step is longer for these than for those, however long prompts wait. Bounds nothing before a step
+    with prompts has been seen.
     """
 
-    def __init__(self, max_gap_s: float, *, least_steps: float = 0.0) -> None:
-        self._max_gap_s, self._least_steps = max_gap_s, least_steps
+    def __init__(self, max_gap_s: float, *, least_steps: float = 0.0, max_tokens: float = math.inf) -> None:
+        self._max_gap_s, self._least_steps, self._max_tokens = max_gap_s, least_steps, max_tokens
         self._decode = FadingRate()
         self._products_22 = np.zeros((2, 2))  # of tokens and attended tokens
         self._seconds_2 = np.zeros(2)
@@ -160,14 +164,15 @@ class StepPace:
 
     def allow(self, num_decodes: int, *, waited_s: float = 0.0) -> Allowance:
         """For the next step, in which so many outputs decode, and prompts have waited for so long."""
-        decode_s = self._decode.seconds
-        if not num_decodes or not self._products_22[0, 0] or (decode_s is None and self._least_steps):
+        if not num_decodes or not self._products_22[0, 0]:
             return Allowance(math.inf, 0.0, 0.0)
-        decode_s = decode_s or 0.0
+        decode_s = self._decode.seconds or 0.0
         target_s = self._max_gap_s
+        token_s, attended_s = self._rates()
         if self._least_steps:
-            target_s = max(target_s, self._least_steps * decode_s, GAP_PER_WAIT * waited_s)
-        return Allowance(target_s - decode_s, *self._rates())
+            full_s = FULL_STEPS * (decode_s + self._max_tokens * (token_s or math.inf))
+            target_s = max(target_s, self._least_steps * decode_s, min(GAP_PER_WAIT * waited_s, full_s))
+        return Allowance(target_s - decode_s, token_s, attended_s)
 
     def _rates(self) -> tuple[float, float]:
         """Seconds a token, and a token attended to: least squares, neither below zero."""

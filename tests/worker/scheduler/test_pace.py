@@ -21,10 +21,16 @@ def chunk(start: int, num_tokens: int) -> Chunk:
 
 
 def learned(
-    token_s: float, attended_s: float, *, decode_s: float = 0.002, max_gap_s: float = 0.025, steps: float = 0.0
+    token_s: float,
+    attended_s: float,
+    *,
+    decode_s: float = 0.002,
+    max_gap_s: float = 0.025,
+    steps: float = 0.0,
+    max_tokens: float = math.inf,
 ) -> StepPace:
     """From forty steps of a device like that."""
-    pace, rng = StepPace(max_gap_s, least_steps=steps), np.random.default_rng(0)
+    pace, rng = StepPace(max_gap_s, least_steps=steps, max_tokens=max_tokens), np.random.default_rng(0)
     for _ in range(40):
         start, num = int(rng.integers(0, 20_000)), int(rng.integers(64, 4096))
         seconds = decode_s + num * token_s + num * (start + num / 2) * attended_s
@@ -57,9 +63,7 @@ def test_chunks_of_one_step_share_what_it_may_take() -> None:
 
 @pytest.mark.parametrize("num_decodes", [0, 1])
 def test_nothing_is_bounded_before_it_is_learned_or_where_nobody_waits_for_the_step(num_decodes: int) -> None:
-    fresh, only_prompts = StepPace(0.001), StepPace(0.001, least_steps=2.0)
-    only_prompts.note((chunk(0, 4096),), 0, 1.0)
-    for pace in (fresh, only_prompts, *([] if num_decodes else [learned(1.0, 0.0)])):
+    for pace in (StepPace(0.001), StepPace(0.001, least_steps=2.0), *([] if num_decodes else [learned(1.0, 0.0)])):
         assert pace.allow(num_decodes).take(0, 8192) == 8192
 
 
@@ -76,6 +80,28 @@ def test_by_default_steps_are_as_long_as_the_next_prompt_has_waited() -> None:
     assert counts[0] == counts[1] < counts[2] < counts[3]
     strict = learned(2e-5, 0.0)
     assert strict.allow(8, waited_s=1.0).take(0, 10**6) == strict.allow(8).take(0, 10**6)
+
+
+def test_far_behind_in_a_prompt_no_step_is_longer_than_one_full_of_beginnings() -> None:
+    """However long prompts wait: 8,192 tokens behind 20,000 others took three times as long, and served nobody."""
+    h200 = learned(1.3e-6, 2.2e-10, decode_s=0.001, steps=GPU_MAX_GAP_STEPS, max_gap_s=GPU_MAX_GAP_S, max_tokens=8192)
+    slow = learned(1.9e-5, 8e-10, decode_s=0.007, steps=GPU_MAX_GAP_STEPS, max_gap_s=GPU_MAX_GAP_S, max_tokens=8192)
+    for pace in (h200, slow):
+        assert pace.allow(8, waited_s=9.0).take(0, 8192) == 8192
+    far = h200.allow(8, waited_s=9.0).take(20_000, 8192)
+    assert far * (1.3e-6 + (20_000 + far / 2) * 2.2e-10) < 1.15 * GPU_MAX_GAP_S
+    assert slow.allow(8, waited_s=9.0).take(20_000, 8192) in (4096, 6144)
+
+
+def test_prompts_of_any_length_all_at_once_leave_streams_smooth() -> None:
+    """From the first step on, before any without prompts was seen."""
+    asked = code(3, count=200, rate=None, long_share=0.03)
+    before, after = simulate(asked, H200["0.5B"]), simulate(asked, H200["0.5B"], **AUTO)
+    assert before["gap_p99_ms"] > 50
+    assert after["gap_p99_ms"] < 1.2e3 * GPU_MAX_GAP_S
+    assert after["steps"] < 1.25 * before["steps"]
+    assert after["ttft_p50_ms"] < 1.08 * before["ttft_p50_ms"]  # six prompts of 30,000 in 200
+    assert after["tokens_per_s"] > 0.92 * before["tokens_per_s"]
 
 
 def test_a_prompt_beside_a_stream_is_cut_into_steps_of_the_target() -> None:
