@@ -159,6 +159,7 @@ def workloads(shape: str, count: int) -> dict[str, list[Asked]]:
     rates = {"0.5B": (50, 100, 150, 200), "7B": (4, 8, 14, 20)}[shape]
     made = {f"code, {rate} a second": code(0, count=count, rate=rate) for rate in rates}
     made["code, all at once"] = code(0, count=count, rate=None)
+    made["the same, one in fifty of 30,000 tokens"] = code(0, count=count, rate=None, long_share=0.02)
     made[f"code, {rates[0] // 2} a second, one in fifty of 30,000 tokens"] = code(
         1, count=count // 2, rate=rates[0] / 2, long_share=0.02
     )
