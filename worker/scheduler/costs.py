@@ -21,6 +21,10 @@ import numpy as np
 from octavo.worker.scheduler.plan import Chunk
 
 _FADE = 0.9  # of what was measured before, with each new measurement
+_LONG_FADE = (
+    0.998  # of what tells tokens from what they attend to: some hundred steps may pass between two long prompts
+)
+_MOST_SURPRISE = 2.0  # a step counts for no more than so many times what was expected: the host may have been late
 _MIN_PREFILL_TOKENS = 32  # below, a step's time says little about a token's
 GAP_PER_WAIT = 1.0  # a step may take as long as the next prompt has waited
 FULL_STEPS = 1.25  # but no longer than so many full steps of prompts' beginnings
@@ -159,8 +163,10 @@ class StepPace:
             return
         seen_2 = np.array([tokens, sum(_attended(chunk.start, chunk.num_tokens) for chunk in chunks)])
         added_s = max(0.0, seconds - (self._decode.seconds or 0.0))
-        self._products_22 = _FADE * self._products_22 + np.outer(seen_2, seen_2)
-        self._seconds_2 = _FADE * self._seconds_2 + seen_2 * added_s
+        if self._products_22[0, 0] and (expected_s := float(seen_2 @ self._rates())) > 0:
+            added_s = min(added_s, _MOST_SURPRISE * expected_s)
+        self._products_22 = _LONG_FADE * self._products_22 + np.outer(seen_2, seen_2)
+        self._seconds_2 = _LONG_FADE * self._seconds_2 + seen_2 * added_s
 
     def allow(self, num_decodes: int, *, waited_s: float = 0.0) -> Allowance:
         """For the next step, in which so many outputs decode, and prompts have waited for so long."""

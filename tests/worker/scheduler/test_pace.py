@@ -93,6 +93,20 @@ def test_far_behind_in_a_prompt_no_step_is_longer_than_one_full_of_beginnings() 
     assert slow.allow(8, waited_s=9.0).take(20_000, 8192) in (4096, 6144)
 
 
+@pytest.mark.parametrize("late_s", [0.02, 0.05])
+@pytest.mark.parametrize("num_since", [1, 12, 60])
+def test_a_step_that_was_late_hides_nothing_of_what_long_prompts_cost(late_s: float, num_since: int) -> None:
+    """One of few attended tokens that takes long for another reason looks as if tokens cost it all."""
+    pace = learned(1.3e-6, 2.2e-10, decode_s=0.001, steps=GPU_MAX_GAP_STEPS, max_gap_s=GPU_MAX_GAP_S, max_tokens=8192)
+    rng = np.random.default_rng(1)
+    for late in (*[0.0] * 100, late_s, *[0.0] * num_since):
+        cut = 2000 if late else int(rng.integers(2000, 6000))
+        seconds = 0.001 + 8100 * 1.3e-6 + (cut**2 + (8100 - cut) ** 2) / 2 * 2.2e-10
+        pace.note((chunk(0, cut), chunk(0, 8100 - cut)), 80, seconds * float(rng.uniform(0.95, 1.05)) + late)
+    far = pace.allow(80, waited_s=9.0).take(20_000, 8192)
+    assert far * (1.3e-6 + (20_000 + far / 2) * 2.2e-10) < 1.3 * GPU_MAX_GAP_S
+
+
 def test_prompts_of_any_length_all_at_once_leave_streams_smooth() -> None:
     """From the first step on, before any without prompts was seen."""
     asked = code(3, count=200, rate=None, long_share=0.03)
