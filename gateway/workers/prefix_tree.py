@@ -2,7 +2,8 @@
 
 A gateway holds hundreds of thousands of nodes. As objects with dicts of their own they were three objects each that
 Python's collector walks: half a second for 700,000 nodes, in which no caller gets a token. Arrays, and dicts of numbers
-and bytes, it does not walk.
+and bytes, it does not walk. But for one a worker no dict is large either: one that grows moves all that it holds, and
+those that hold something for every node grew together.
 
 Must not know: workers, events, what keys mean.
 """
@@ -16,7 +17,38 @@ NOBODY = 0
 """No node has this row."""
 _block_ids = count(1)  # of all trees, so that a feed may have blocks of several
 _ROW_BYTES = 8
-_ROWS_AT_ONCE = 1024
+_PART_BITS = 10
+_ROWS_AT_ONCE = 1 << _PART_BITS
+_NUM_PARTS = 256
+BYTES_A_NODE = 600
+"""About, of blocks of 16 tokens with one owner: arrays, dicts, and what these hold."""
+
+
+class ByRow:
+    """Bytes for rows, in a dict for every 1,024 of them."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[dict[int, bytes]] = []
+
+    def __getitem__(self, row: int) -> bytes:
+        return self._parts[row >> _PART_BITS][row]
+
+    def get(self, row: int) -> bytes | None:
+        """None where the row has none."""
+        part = row >> _PART_BITS
+        return self._parts[part].get(row) if part < len(self._parts) else None
+
+    def put(self, row: int, value: bytes) -> None:
+        """Add or replace."""
+        while row >> _PART_BITS >= len(self._parts):
+            self._parts.append({})
+        self._parts[row >> _PART_BITS][row] = value
+
+    def pop(self, row: int) -> bytes:
+        """Remove what is there."""
+        return self._parts[row >> _PART_BITS].pop(row)
 
 
 class Holding:
@@ -25,55 +57,61 @@ class Holding:
     __slots__ = ("hash_of", "node_of", "on_host")
 
     def __init__(self) -> None:
-        self.node_of, self.hash_of, self.on_host = dict[bytes, int](), dict[int, bytes](), set[int]()
+        self.node_of, self.hash_of, self.on_host = dict[bytes, int](), ByRow(), set[int]()
 
 
 class PrefixTree:
     """Nodes below roots, each found by its parent and its key. Those without children stand in a queue, touched least
     recently first. Columns, by row: parent (NOBODY for a root), num_children, block_id (one that no other node ever
-    had; 0 where there is none), and counts for whoever owns the tree. key_of, salt_of: of every node but roots."""
+    had; 0 where there is none), and counts for whoever owns the tree. key_of: of every node but roots."""
 
     def __init__(self) -> None:
-        self.key_of: dict[int, bytes] = {}
-        self.salt_of: dict[int, str] = {}
+        self.key_of = ByRow()
+        self._salt_of: dict[int, str] = {}  # of roots
+        self._num_nodes = 0
         self.parent, self.num_children, self.block_id = array("q", [0]), array("q", [0]), array("q", [0])
         self.num_owners, self.num_on_host = array("q", [0]), array("q", [0])
         self._first_child, self._before, self._behind = array("q", [0]), array("q", [0]), array("q", [0])
         self._older, self._newer = array("q", [0]), array("q", [0])  # a ring: row 0 lies between newest and oldest
         self._used, self._num_uses = array("q", [0]), 0  # which touch was the last of this node
-        self._child: dict[bytes, int] = {}
+        self._root = array("q", [0])  # above it
+        self._children: list[dict[bytes, int]] = [{} for _ in range(_NUM_PARTS)]  # by `_part`
         self._free = array("q")
         self._num_rows = 1
         self._columns = (
             self.parent, self.num_children, self.block_id, self.num_owners, self.num_on_host, self._first_child,
-            self._before, self._behind, self._older, self._newer, self._used,
+            self._before, self._behind, self._older, self._newer, self._used, self._root,
         )  # fmt: skip
 
     def __len__(self) -> int:
         """Nodes without roots."""
-        return len(self.key_of)
+        return self._num_nodes
 
     @property
     def parts(self) -> list[object]:
         """All that is large."""
-        return [*self._columns, self.key_of, self.salt_of, self._child, self._free]
+        return [*self._columns, self.key_of, self._children, self._free]
 
     @property
     def oldest_leaf(self) -> int:
         """The next to go; NOBODY where there is none."""
         return self._newer[NOBODY]
 
-    def add_root(self) -> int:
+    def salt_of(self, node: int) -> str:
+        """Of the root above it."""
+        return self._salt_of[self._root[node]]
+
+    def add_root(self, salt: str) -> int:
         """It has no key and no age."""
         node = self._free.pop() if self._free else self._new_row()
-        self.block_id[node] = next(_block_ids)
+        self.block_id[node], self._root[node], self._salt_of[node] = next(_block_ids), node, salt
         return node
 
-    def put(self, parent: int, key: bytes, salt: str) -> int:
+    def put(self, parent: int, key: bytes) -> int:
         """The child with this key, made where there is none, as one that is used now. It is for each block that a
         worker has stored, and calls little."""
-        path = parent.to_bytes(_ROW_BYTES, "little") + key
-        node = self._child.get(path)
+        path, part = parent.to_bytes(_ROW_BYTES, "little") + key, self._children[_part(parent, key)]
+        node = part.get(path)
         if node is not None:
             self.touch((node,))
             return node
@@ -96,9 +134,10 @@ class PrefixTree:
         older[node], newer[node] = newest, NOBODY
         self.parent[node] = parent
         self.num_children[parent] += 1
-        self.key_of[node] = key
-        self.salt_of[node] = salt
-        self._child[path] = node
+        self._num_nodes += 1
+        self._root[node] = self._root[parent]
+        self.key_of.put(node, key)
+        part[path] = node
         self._num_uses += 1
         self._used[node] = self._num_uses
         return node
@@ -107,7 +146,9 @@ class PrefixTree:
         """A node or root without children. Called for each block that nobody has any more, like `put`."""
         parent, before = self.parent[node], self._before
         if parent:
-            del self._child[parent.to_bytes(_ROW_BYTES, "little") + self.key_of.pop(node)], self.salt_of[node]
+            key = self.key_of.pop(node)
+            del self._children[_part(parent, key)][parent.to_bytes(_ROW_BYTES, "little") + key]
+            self._num_nodes -= 1
             last, behind = before[node], self._behind[node]
             if last == node:  # the only one
                 self._first_child[parent] = NOBODY
@@ -125,15 +166,18 @@ class PrefixTree:
                 is_next = self._used[parent] <= self._used[node]
                 self._enter_ring(parent, newer=self.oldest_leaf if is_next else NOBODY)
             self.parent[node] = before[node] = self._behind[node] = 0
+        else:
+            del self._salt_of[node]
         self.block_id[node] = self.num_owners[node] = self.num_on_host[node] = 0
         self._free.append(node)
 
     def walk(self, root: int, keys: bytes, width: int) -> list[int]:
         """Down from a root, as far as there are children with these keys, each of so many bytes."""
         path: list[int] = []
-        find, node = self._child.get, root
+        node = root
         for start in range(0, len(keys) - width + 1, width):
-            node = find(node.to_bytes(_ROW_BYTES, "little") + keys[start : start + width], NOBODY)
+            key = keys[start : start + width]
+            node = self._children[_part(node, key)].get(node.to_bytes(_ROW_BYTES, "little") + key, NOBODY)
             if not node:
                 break
             path.append(node)
@@ -191,3 +235,8 @@ class PrefixTree:
                 column.frombytes(bytes(_ROWS_AT_ONCE * column.itemsize))
         self._num_rows += 1
         return node
+
+
+def _part(parent: int, key: bytes) -> int:
+    """Of the children: rows that follow each other share one, the children of a root do not. No two grow at once."""
+    return (parent >> _PART_BITS ^ key[0]) & _NUM_PARTS - 1

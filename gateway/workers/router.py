@@ -24,7 +24,7 @@ from itertools import chain
 import numpy as np
 
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind
-from octavo.gateway.workers.prefix_tree import NOBODY, Holding, PrefixTree
+from octavo.gateway.workers.prefix_tree import BYTES_A_NODE, NOBODY, Holding, PrefixTree
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.gateway.workers.stats import RouteReason
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
@@ -131,10 +131,9 @@ class PrefixIndex:
         """Cached tokens are at most len - 1 (the last token is always computed). token_ids_T: int32."""
         root, keys = self._roots.get(salt, NOBODY), np.ascontiguousarray(token_ids_T, np.int32).tobytes()
         path = self._tree.walk(root, keys, self._block_bytes) if root and len(keys) >= self._block_bytes else []
-        matched = Match()
-        holders = self._holdings
+        matched, holders = Match(), self._holdings
         for depth, node in enumerate(path, start=1):
-            holders = {incarnation: each for incarnation, each in holders.items() if node in each.hash_of}
+            holders = {incarnation: each for incarnation, each in holders.items() if each.hash_of.get(node)}
             if not holders:
                 break
             for incarnation in holders:
@@ -166,8 +165,7 @@ class PrefixIndex:
 
     def forget(self, incarnation: int) -> None:
         """The worker's cache is empty, or the worker is gone: nothing of it matches; `drop_part` drops what it had."""
-        holding = self._holdings.pop(incarnation, None)
-        if holding is not None:
+        if (holding := self._holdings.pop(incarnation, None)) is not None:
             self._leaving.append(holding)
 
     @property
@@ -214,33 +212,32 @@ class PrefixIndex:
             parent = node_of.get(event.parent_hash)
             if parent is None:
                 return
-            salt = tree.salt_of[parent]
         else:
-            salt = event.salt
-            parent = self._roots.get(salt, NOBODY)
+            parent = self._roots.get(event.salt, NOBODY)
             if not parent:
-                parent = self._roots[salt] = tree.add_root()
-        node = tree.put(parent, key, salt)
+                parent = self._roots[event.salt] = tree.add_root(event.salt)
+        node = tree.put(parent, key)
         num_owners = tree.num_owners[node]
-        if node in hash_of:  # by another name until now
+        if (former := hash_of.get(node)) is not None:  # by another name until now
             former_tier = self._tier(node)
-            del node_of[hash_of[node]]
+            del node_of[former]
         else:
             former_tier = self._tier(node) if num_owners else _DEVICE
             tree.num_owners[node] = num_owners + 1
-        hash_of[node] = name
+        hash_of.put(node, name)
         node_of[name] = node
         if event.tier is _HOST or node in holding.on_host:
             self._place(node, holding, event.tier)
         if num_owners:
             self._tell_tier(node, former_tier)
         else:
+            salt = tree.salt_of(node)
             self._num_owned[salt] += 1
             if self._feed is not None and self._feed.is_followed:
                 self._feed.tell(salt, self._stored(node))
-        while len(tree.key_of) > self._max_nodes:
+        while len(tree) > self._max_nodes:
             oldest = tree.oldest_leaf
-            for owner in [each for each in (*self._holdings.values(), *self._leaving) if oldest in each.hash_of]:
+            for owner in [each for each in (*self._holdings.values(), *self._leaving) if each.hash_of.get(oldest)]:
                 self._disown(owner, owner.node_of.pop(owner.hash_of[oldest]))
 
     def _store_again(self, holding: Holding, event: KvEvent) -> bool:
@@ -269,7 +266,7 @@ class PrefixIndex:
         """Followers who know no tiers have it in the end."""
         if self._feed is None or not self._feed.is_followed or self._tier(node) is former:
             return
-        salt, block_id = self._tree.salt_of[node], self._tree.block_id[node]
+        salt, block_id = self._tree.salt_of(node), self._tree.block_id[node]
         self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=former))
         self._feed.tell(salt, self._stored(node))
 
@@ -278,18 +275,17 @@ class PrefixIndex:
         tree, former = self._tree, self._tier(node)
         if holding.on_host:
             self._place(node, holding, _DEVICE)
-        del holding.hash_of[node]
+        holding.hash_of.pop(node)
         num_owners = tree.num_owners[node] = tree.num_owners[node] - 1
         if num_owners:
             self._tell_tier(node, former)
             return
-        salt = tree.salt_of[node]
+        salt = tree.salt_of(node)
         self._num_owned[salt] -= 1
         if not self._num_owned[salt]:
             del self._num_owned[salt]
         if self._feed is not None and self._feed.is_followed:
-            change = BlockChange(kind=ChangeKind.REMOVED, block_id=tree.block_id[node], tier=former)
-            self._feed.tell(salt, change)
+            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=tree.block_id[node], tier=former))
         if not tree.num_children[node] and tree.prune(node):
             del self._roots[salt]
 
@@ -330,6 +326,11 @@ class Prefixes:
         self._feeds: dict[str, BlockFeed] = {}
         self._indexes: dict[tuple[str, int], PrefixIndex] = {}
         self._key_of: dict[int, tuple[str, int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """That all of them take, about."""
+        return BYTES_A_NODE * sum(map(len, self._indexes.values()))
 
     def apply(self, record: WorkerRecord, message: KvEvents) -> None:
         """Take a worker's events, in their order."""
@@ -394,7 +395,6 @@ class Prefixes:
         self._feed(model).leave(subscription)
 
     def _feed(self, model: str) -> BlockFeed:
-        feed = self._feeds.get(model)
-        if feed is None:
-            feed = self._feeds[model] = BlockFeed(self._now_us)
-        return feed
+        if model not in self._feeds:
+            self._feeds[model] = BlockFeed(self._now_us)
+        return self._feeds[model]
