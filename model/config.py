@@ -73,6 +73,13 @@ class ModelConfig:
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
+    def attended_share(self) -> float:
+        """Of a token's operations, those for each token that it attends to."""
+        queries, both = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
+        weights = self.hidden_size * (2 * queries + both + 3 * self.intermediate_size)
+        return 2 * queries / weights
+
+    @property
     def scale(self) -> float:
         """What attention scores are multiplied with."""
         return self.head_dim**-0.5

@@ -66,6 +66,7 @@ class SchedulerConfig:
     vocab_size: ids are below this.
     max_gap_s, max_gap_steps: of a step with prompts beside outputs that decode (scheduler/costs.py, `StepPace`); None:
         as long as it takes.
+    attended_share: of what a prompt's token costs, at least, for each that it attends to; by the model's shape.
     max_in_flight: plans outstanding at once (what the runner bears).
     aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
     preempt_every_steps: for tests: every so many steps a request is preempted without need; None: never.
@@ -82,6 +83,7 @@ class SchedulerConfig:
     max_chunks: int | None = None
     max_gap_s: float | None = None
     max_gap_steps: float = 0.0
+    attended_share: float = 0.0
     max_in_flight: int = 1
     aging_s: float = 10.0
     preempt_every_steps: int | None = None

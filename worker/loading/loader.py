@@ -223,7 +223,7 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
     scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
     model = _load_weights(config, folder, on_progress, ranks)
     runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
-    scheduler = replace(scheduler, max_chunks=runner.max_chunks)
+    scheduler = replace(scheduler, max_chunks=runner.max_chunks, attended_share=model.config.attended_share)
     return Prepared(runner=runner, model=model, described=described, scheduler=scheduler)
 
 

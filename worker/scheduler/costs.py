@@ -21,10 +21,7 @@ import numpy as np
 from octavo.worker.scheduler.plan import Chunk
 
 _FADE = 0.9  # of what was measured before, with each new measurement
-_LONG_FADE = (
-    0.998  # of what tells tokens from what they attend to: some hundred steps may pass between two long prompts
-)
-_MOST_SURPRISE = 2.0  # a step counts for no more than so many times what was expected: the host may have been late
+_LONG_FADE = 0.998  # of what tells tokens from what they attend to: hundreds of steps may lie between two long prompts
 _MIN_PREFILL_TOKENS = 32  # below, a step's time says little about a token's
 GAP_PER_WAIT = 1.0  # a step may take as long as the next prompt has waited
 FULL_STEPS = 1.25  # but no longer than so many full steps of prompts' beginnings
@@ -141,12 +138,17 @@ class StepPace:
     prompt has waited: where they come faster than they are computed, short steps would make it worse for all. 0:
     whatever waits. max_tokens: of any step. A step full of tokens far behind a prompt's beginning, which attend to
     much, takes several times as long as one full of beginnings, and shares what it costs whatever is in it among no
-    more tokens: no step is longer for these than for those, however long prompts wait. Bounds nothing before a step
+    more tokens: no step is longer for these than for those, however long prompts wait.
+    attended_share: of what a token costs, at least, for each that it attends to: steps of short prompts tell little of
+    that, or the contrary, where each prompt costs something, too. Bounds nothing before a step
     with prompts has been seen.
     """
 
-    def __init__(self, max_gap_s: float, *, least_steps: float = 0.0, max_tokens: float = math.inf) -> None:
+    def __init__(
+        self, max_gap_s: float, *, least_steps: float = 0.0, max_tokens: float = math.inf, attended_share: float = 0.0
+    ) -> None:
         self._max_gap_s, self._least_steps, self._max_tokens = max_gap_s, least_steps, max_tokens
+        self._attended_share = attended_share
         self._decode = FadingRate()
         self._products_22 = np.zeros((2, 2))  # of tokens and attended tokens
         self._seconds_2 = np.zeros(2)
@@ -163,8 +165,6 @@ class StepPace:
             return
         seen_2 = np.array([tokens, sum(_attended(chunk.start, chunk.num_tokens) for chunk in chunks)])
         added_s = max(0.0, seconds - (self._decode.seconds or 0.0))
-        if self._products_22[0, 0] and (expected_s := float(seen_2 @ self._rates())) > 0:
-            added_s = min(added_s, _MOST_SURPRISE * expected_s)
         self._products_22 = _LONG_FADE * self._products_22 + np.outer(seen_2, seen_2)
         self._seconds_2 = _LONG_FADE * self._seconds_2 + seen_2 * added_s
 
@@ -176,20 +176,23 @@ class StepPace:
         target_s = self._max_gap_s
         token_s, attended_s = self._rates()
         if self._least_steps:
-            full_s = FULL_STEPS * (decode_s + self._max_tokens * (token_s or math.inf))
+            mean_s = self._seconds_2[0] / self._products_22[0, 0]
+            full_s = FULL_STEPS * (decode_s + self._max_tokens * (token_s or mean_s))
             target_s = max(target_s, self._least_steps * decode_s, min(GAP_PER_WAIT * waited_s, full_s))
         return Allowance(target_s - decode_s, token_s, attended_s)
 
     def _rates(self) -> tuple[float, float]:
-        """Seconds a token, and a token attended to: least squares, neither below zero."""
+        """Seconds a token, and a token attended to: least squares, neither below zero, the second no less than its
+        share."""
         (tokens, mixed), (_, attended) = self._products_22
-        determinant = tokens * attended - mixed * mixed
+        of_tokens, of_attended = self._seconds_2
+        share, determinant = self._attended_share, tokens * attended - mixed * mixed
         if determinant > 1e-6 * tokens * attended:
-            of_tokens, of_attended = self._seconds_2
             token_s = (attended * of_tokens - mixed * of_attended) / determinant
             attended_s = (tokens * of_attended - mixed * of_tokens) / determinant
-            if token_s >= 0 and attended_s >= 0:
+            if token_s >= 0 and attended_s >= share * token_s:
                 return token_s, attended_s
             if token_s < 0 and attended:
                 return 0.0, of_attended / attended
-        return self._seconds_2[0] / tokens, 0.0
+        together_s = (of_tokens + share * of_attended) / (tokens + 2 * share * mixed + share * share * attended)
+        return together_s, share * together_s

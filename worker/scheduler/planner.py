@@ -173,7 +173,12 @@ class Planner:
         self._admission = Admission(config, table)
         self.pace: StepPace | None = None
         if (gap_s := config.max_gap_s) is not None:
-            self.pace = StepPace(gap_s, least_steps=config.max_gap_steps, max_tokens=config.max_batch_tokens)
+            self.pace = StepPace(
+                gap_s,
+                least_steps=config.max_gap_steps,
+                max_tokens=config.max_batch_tokens,
+                attended_share=config.attended_share,
+            )
         self._new_requests: list[NewRequest] = []  # of the plan that is being made
         self._allowance: Allowance | None = None  # of the same; None: all that fits
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.shapes import PUBLISHED
 from bench.worker.pace import H200, Asked, code, nano, simulate
 from octavo.worker.config import GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS
 from octavo.worker.scheduler.costs import LEAST_PROMPT_TOKENS, Allowance, StepPace
@@ -160,3 +161,26 @@ def test_the_default_costs_a_burst_nothing(shape: str) -> None:
     before, after = simulate(asked, H200[shape]), simulate(asked, H200[shape], **AUTO)
     assert after["tokens_per_s"] > 0.99 * before["tokens_per_s"]
     assert after["ttft_p50_ms"] < 1.01 * before["ttft_p50_ms"]
+
+
+@pytest.mark.parametrize("chunk_s", [0.0, 0.0006])
+def test_steps_of_short_prompts_do_not_hide_what_long_ones_cost(chunk_s: float) -> None:
+    """Where each prompt costs something, too, the steps that attend to more take less time."""
+    pace = StepPace(
+        GPU_MAX_GAP_S,
+        least_steps=GPU_MAX_GAP_STEPS,
+        max_tokens=8192,
+        attended_share=PUBLISHED["0.5B"].config.attended_share,
+    )
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        parts = [int(each) for each in np.diff([0, *np.sort(rng.integers(1, 8099, int(rng.integers(1, 9)))), 8100])]
+        parts = [each for each in parts if each]
+        attended = sum(each * each / 2 for each in parts)
+        seconds = 0.001 + 8100 * 1.35e-6 + attended * 1.98e-10 + len(parts) * chunk_s
+        pace.note([chunk(0, each) for each in parts], 80, seconds * float(rng.uniform(0.97, 1.03)))
+        pace.note((), 80, 0.001)
+    for start in (9_000, 17_000):
+        num = pace.allow(80, waited_s=9.0).take(start, 8100)
+        assert num >= 512
+        assert 0.001 + num * 1.35e-6 + num * (start + num / 2) * 1.98e-10 < 1.25 * GPU_MAX_GAP_S
