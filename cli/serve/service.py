@@ -75,7 +75,7 @@ class Service:
             self._start(each)
         roles = {each.plan.role for each in self._kept}
         try:
-            while self.stage is Stage.RUNNING and {each.plan.role for each in self._keepers.values()} == roles:
+            while self._can_go_on(roles):
                 await self._ended.wait()
                 self._ended.clear()
                 for task in [task for task in self._keepers if task.done()]:
@@ -90,6 +90,12 @@ class Service:
                 each.child.kill()
             await asyncio.gather(*self._keepers, return_exceptions=True)
         return 1 if self.failure else 0
+
+    def _can_go_on(self, roles: set[Role]) -> bool:
+        """Nobody asked it to end, nothing was given up, and there is one of each kind."""
+        if self.stage is not Stage.RUNNING or self.failure:
+            return False
+        return {each.plan.role for each in self._keepers.values()} == roles
 
     def add(self, kept: Kept) -> None:
         """Start one more, while the service runs. Others serve already: where this one cannot, it is tried again."""

@@ -85,6 +85,15 @@ async def test_a_process_that_keeps_dying_after_it_served_is_started_as_often_as
     assert await running == 0
 
 
+async def test_one_of_several_gateways_that_cannot_start_ends_the_service() -> None:
+    """Before all have answered once, the others of its kind are no reason to go on without a word."""
+    stage = Stage(gateway_0=DYING, gateway_1=OBEDIENT, worker_0=OBEDIENT)
+    async with asyncio.timeout(60):
+        assert await stage.service.run() == 1
+    assert stage.notices == ["giving up: gateway_0 ended with exit code 3 before it was ready"]
+    assert not any(child.is_running for child in stage.children.values())
+
+
 async def test_a_process_that_an_operator_asked_to_end_is_started_again() -> None:
     """A signal to one process, or a drain of one gateway, does not end the service."""
     stage = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT, worker_1=LEAVING)
