@@ -79,9 +79,10 @@ def _rehearse(weights: GpuWeights, config: CudaRunnerConfig) -> int:
         first_bytes = before - _free_bytes(device) - steps_bytes
         more = runner.graphs.record_largest(recorder)
         more_bytes = before - _free_bytes(device) - steps_bytes - first_bytes
-    # The first two graphs also bring what all share: a library's workspace, the pool's first segment.
+    # The first two graphs also bring what all share: a library's workspace, the pool's first segment. Where two later
+    # ones seem to take more, or to give some back, another process did so in this moment.
     num_pairs = runner.graphs.num_shapes // len(first + more) * 2
-    return steps_bytes + first_bytes + more_bytes * num_pairs
+    return steps_bytes + first_bytes + max(0, min(more_bytes, first_bytes)) * num_pairs
 
 
 def run_largest_steps(runner: CudaRunner) -> None:
