@@ -38,9 +38,8 @@ MULTIPROCESSORS, SHARED_BYTES, BYTES_BESIDE = 132, 233_472, 1_280
 LEAST_LIMITED, MOST_AT_ONCE, LEAST_STAGES = 32, 3, 3
 """From so many rows on, where a multiprocessor's share of a product is at most so many programs and each has so many
 stages then, it has room for all of them at once: those of a second turn would fetch nothing meanwhile."""
-WIDE_GATE_UP = OverlappingCut(outputs=64, tokens=128, blocks=1, stages=3)
 WIDE_DOWN = OverlappingCut(outputs=64, tokens=128, blocks=1, stages=8)
-"""Of more rows than 128 and 64, where a small matrix has about all of its splits at once."""
+"""Of more rows than 64, where a small matrix has about all of its splits at once."""
 NUMBER_BYTES = 2
 TILES_OF_MANY = (
     OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
@@ -123,16 +122,17 @@ def head_cut(num_rows: int) -> OverlappingCut:
 
 
 def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """`all_cuts_of`, where a library is not faster; sums of many rows are cut as many times as a device holds."""
+    """`all_cuts_of`, where a library is not faster; sums of 128 rows are cut as many times as a device holds."""
     cuts = all_cuts_of(config, size)
     if size <= 64:
         return cuts
+    if size > 128:
+        return replace(cuts, gate_up=None, down=None)
     wanted = Splits.of(config.hidden_size, config.intermediate_size).count
     splits = min(wanted, MULTIPROCESSORS // WIDE_DOWN.num_tiles(size, config.hidden_size))
     if 1 < wanted <= splits + 1:
-        cuts = replace(cuts, down=replace(WIDE_DOWN, splits=splits))
-        return cuts if size <= 128 else replace(cuts, gate_up=WIDE_GATE_UP)
-    return replace(cuts, down=None) if size <= 128 else replace(cuts, gate_up=None, down=None)
+        return replace(cuts, down=replace(WIDE_DOWN, splits=splits))
+    return replace(cuts, down=None)
 
 
 def fits_overlapping(config: ModelConfig, weight: torch.Tensor) -> bool:
