@@ -349,7 +349,7 @@ def _check_cut(folder: Path | None, model: str, settings: ServeSettings | Worker
         return
     command = [sys.executable, "-P", "-c", _CUT, str(folder), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    why, _, able = done.stdout.strip("\n").partition("\n")
+    why, _, able = done.stdout.partition("\n")
     if done.returncode == 0 and why:  # else the worker has its own word for it
         numbers = f"--tensor-parallel-size is {size}, and of {split_model(model)[1]} {why}"
         raise usage("a model cannot be cut into so many parts", numbers, f"give {' or '.join(able.split())}")

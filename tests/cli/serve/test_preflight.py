@@ -194,6 +194,11 @@ def test_more_ranks_than_gpus_are_told_before_anything_starts(
     check_group_devices(ServeSettings(tensor_parallel_size=3))  # on the CPU
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_that_can_share_a_model_are_not_refused(size: int) -> None:
+    check_workers(ServeSettings(tensor_parallel_size=size, device="cpu"))
+
+
 def test_attention_backends_are_those_that_there_are() -> None:
     assert set(BACKENDS) == {"auto", *MODEL_BACKENDS}
 
