@@ -11,7 +11,7 @@ from bench.cpu.quant_error import pieces
 from bench.gpu.quant import measure_exactness
 from octavo.model import load_model, resolve_checkpoint
 from octavo.model.verify.rounding_error import Rounding, measure, round_model
-from octavo.worker.loading.loader import FP8_CAPABILITY
+from octavo.worker.loading.weight_format import FP8_CAPABILITY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.gpu import weights as gpu_weights
 from octavo.model.verify.served import ServedRow
 from octavo.worker.config import Deterministic
-from octavo.worker.loading.loader import FP8_CAPABILITY
+from octavo.worker.loading.weight_format import FP8_CAPABILITY
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
 

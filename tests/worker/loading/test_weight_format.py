@@ -11,8 +11,9 @@ from octavo.model.errors import ConfigError
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.config import Deterministic, WorkerConfig
 from octavo.worker.loading.loaded import Loaded
-from octavo.worker.loading.loader import check_format, check_head_dim, load_torch, rounding_of, with_rounding
+from octavo.worker.loading.loader import check_head_dim, load_torch
 from octavo.worker.loading.memory import weights_bytes
+from octavo.worker.loading.weight_format import check_format, rounding_of, with_rounding
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
 

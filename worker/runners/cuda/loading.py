@@ -18,10 +18,10 @@ from octavo.model.kernels.precompile import OnProgress as OnKernels
 from octavo.model.kernels.precompile import compiling
 from octavo.worker.config import Deterministic, PrefixCacheMode, WorkerConfig
 from octavo.worker.loading.host_memory import begin_host_blocks
-from octavo.worker.loading.loader import cache_dtype, weight_format
 from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
 from octavo.worker.loading.model_card import Described
 from octavo.worker.loading.progress import OnProgress
+from octavo.worker.loading.weight_format import cache_dtype, weight_format
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.host_copies import staging_bytes, staging_rows
 from octavo.worker.runners.cuda.memory import cuda_memory_needs

@@ -1,0 +1,96 @@
+"""Weights and a KV cache of fewer bits: what the settings ask for, whether the device has it, and how a model that is
+rounded so differs in its fingerprint.
+
+Answers before anything is loaded: knows no weights.
+"""
+
+import hashlib
+
+import torch
+
+from octavo.model.cpu.products import multiplies_integers
+from octavo.model.layers.linear import FormatUnavailable, WeightFormat
+from octavo.model.quantization.rounding import FP8
+from octavo.model.quantization.settings import GroupSettings
+
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
+
+
+def weight_format(quantization: str | None) -> WeightFormat:
+    """Raises ValueError for an unknown name."""
+    if quantization is None:
+        return WeightFormat.BF16
+    known = [each.value for each in WeightFormat if each is not WeightFormat.BF16]
+    if quantization not in known:
+        raise ValueError(f"quantization {quantization!r} is none of {', '.join(known)}")
+    return WeightFormat(quantization)
+
+
+def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool, has_cuda_runner: bool) -> None:
+    """Raises FormatUnavailable saying what to do instead. is_packed: the checkpoint is GPTQ's or AWQ's."""
+    if wanted is WeightFormat.BF16:
+        return
+    if device.type == "cuda" and not has_cuda_runner:
+        raise FormatUnavailable(
+            f"{wanted.value} weights on a GPU need triton, and neither --attention-backend nor --check-numerics"
+        )
+    if device.type == "cuda" and is_packed:
+        raise FormatUnavailable(f"the checkpoint is quantised already: leave out --quantization {wanted.value}")
+    if wanted is not WeightFormat.FP8:
+        return
+    if device.type != "cuda":
+        raise FormatUnavailable("fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes")
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
+
+
+def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
+    """None for the model's own. Raises ValueError for an unknown name."""
+    if kv_cache_dtype is None:
+        return None
+    if kv_cache_dtype != "fp8":
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not fp8")
+    return FP8
+
+
+def rounding_of_cache(kv_cache_dtype: str | None) -> bytes:
+    """What the cache's dtype adds to the fingerprint."""
+    return b"" if kv_cache_dtype is None else f"kv {kv_cache_dtype}".encode()
+
+
+def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_deterministic: bool) -> None:
+    """Raises FormatUnavailable, ValueError."""
+    if cache_dtype(kv_cache_dtype) is None:
+        return
+    if is_deterministic:
+        raise FormatUnavailable("deterministic mode keeps keys and values in the model's dtype: no --kv-cache-dtype")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise FormatUnavailable("an fp8 KV cache needs a GPU of compute capability 8.9 or more")
+
+
+def rounding_of(quantization: str | None, device: torch.device) -> bytes:
+    """What quantization adds to the model's fingerprint: workers that round differently are not the same model. A GPU
+    folds norms into matrices before it rounds them, so its integers are others than a CPU's; a CPU rounds inputs of
+    products, too, where it can and may."""
+    wanted = weight_format(quantization)
+    if wanted is WeightFormat.BF16:
+        return b""
+    rounded = wanted.value.removesuffix("-weights")
+    if device.type != "cpu":
+        return f"{rounded} folded".encode()
+    return f"{rounded} inputs".encode() if wanted is WeightFormat.INT8 and multiplies_integers() else rounded.encode()
+
+
+def described_bits(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
+    """For the start's summary: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
+    weights = f"int{packed.bits} weights ({packed.packing.value})" if packed else None
+    weights = f"{quantization.removesuffix('-weights')} weights" if quantization else weights
+    cache = f"{kv_cache_dtype} cache" if kv_cache_dtype else None
+    return "".join(f", {part}" for part in (weights, cache) if part)
+
+
+def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:
+    """The fingerprint of a model that is rounded so; without any rounding, as it is."""
+    rounding = b"\0".join(roundings).strip(b"\0")
+    return hashlib.blake2b(fingerprint + rounding, digest_size=32).digest() if rounding else fingerprint
