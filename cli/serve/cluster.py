@@ -41,6 +41,7 @@ from octavo.cli.serve.service import Notice
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
+from octavo.cli.whole_file import write_whole
 from octavo.gateway.rpc.addresses import is_local
 from octavo.wire.keys import generate_keys, load_keys, save_keys
 from octavo.wire.run_dir import temporary_folder
@@ -271,9 +272,7 @@ class Cluster:
         return files
 
     def _write_peers(self) -> None:
-        fresh = self._peers_file.with_suffix(".new")
-        fresh.write_text(self.board.controls())
-        fresh.replace(self._peers_file)  # whole or not at all, whoever reads it now
+        write_whole(self._peers_file, self.board.controls())
 
     def _tell_gateways_here(self) -> None:
         try:

@@ -18,6 +18,7 @@ import psutil
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.service import Kept, Notice
 from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.whole_file import write_whole
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir, ensure_run_dir
 
 FOLDER = "services"
@@ -128,9 +129,7 @@ class Listing:
     def _write(self) -> None:
         try:
             ensure_run_dir(ensure_run_dir(self._file.parent.parent) / FOLDER)
-            fresh = self._file.with_suffix(".new")
-            fresh.write_text(self._text)
-            fresh.replace(self._file)  # whole or not at all, whoever reads it now
+            write_whole(self._file, self._text)
         except (RunDirError, OSError) as error:
             self._tell(f"octavo ps and octavo scale do not know what runs here, and it is tried again: {error}")
         else:

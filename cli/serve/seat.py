@@ -6,7 +6,6 @@ not import Ray, which makes an actor of the class.
 """
 
 import asyncio
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -16,6 +15,7 @@ from typing import Any
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.launch import command_line, environment, write_settings
 from octavo.cli.serve.ports import free_port, is_free
+from octavo.cli.whole_file import write_whole
 from octavo.wire.run_dir import temporary_folder
 
 NEWS_S = 10.0  # a question without news is answered after that, so that a lost actor is noticed
@@ -88,7 +88,7 @@ class Seat:
         changed = {setting: text for setting, text in files.items() if self._files.get(setting) != text}
         if self._folder is not None:
             for setting, text in changed.items():
-                _write(text, self._folder / setting)
+                write_whole(self._folder / setting, text)
         self._files |= changed
         self._files_number = number
 
@@ -118,7 +118,8 @@ class Seat:
                 own = dict(settings) | {"run_dir": str(folder)}
                 self._folder = folder
                 for setting, text in self._files.items():
-                    path = _write(text, folder / setting)
+                    path = folder / setting
+                    write_whole(path, text)
                     own[setting] = [str(path)] if isinstance(own.get(setting), list) else str(path)
                 command = command_line(role, write_settings(own, folder / f"{name}.toml"))
                 self._child = Child(name, command, environment() | dict(passed_on), self._take)
@@ -147,13 +148,3 @@ def _address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
-
-
-def _write(text: str, path: Path) -> Path:
-    """A file, perhaps with a secret, whole or not at all, whoever reads it now."""
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    return fresh.replace(path)

@@ -58,6 +58,7 @@ from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.cli.settings.gateway_config import check_access, join_address, reachable
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
+from octavo.cli.whole_file import write_whole
 
 
 def serve(settings: ServeSettings) -> int:
@@ -300,7 +301,7 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
         show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=elsewhere))
     ready = layout.run_dir / READY_FILE
     try:
-        ready.write_text(address + "\n")
+        write_whole(ready, address + "\n")
     except OSError as error:
         view.notice(f"who waits for {ready} waits in vain, since it cannot be written: {error.strerror or error}")
 

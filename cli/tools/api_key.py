@@ -1,11 +1,11 @@
 """`octavo keys new-api`: a new API key, its digest in the file of keys, the key itself on the screen, once."""
 
-import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.cli.errors import CliError, usage
+from octavo.cli.whole_file import write_durably
 from octavo.gateway.auth.authenticator import digest_of, new_key
 from octavo.gateway.auth.key_file import load_access_list, parse_access_list
 
@@ -54,14 +54,7 @@ def _check(text: str, name: str) -> None:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        write_durably(path, text)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise CliError("the file of keys cannot be written", f"{path}: {error.strerror}", "give --file") from None

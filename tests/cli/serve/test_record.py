@@ -103,11 +103,11 @@ def test_a_full_disk_is_told_with_its_reason(folder: Path, monkeypatch: pytest.M
     notices: list[str] = []
     listing = Listing(notices.append)
 
-    def full(*_: object, **__: object) -> int:
+    def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr("octavo.cli.serve.record.write_whole", full)
         listing.put(own())
     assert "No space left on device" in notices[0]
     listing.put(own())
