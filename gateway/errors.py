@@ -6,6 +6,7 @@ Exception classes here and in `gateway.text` and `gateway.workers` know no statu
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 import grpc
 
@@ -13,6 +14,8 @@ from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFu
 from octavo.gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
 from octavo.wire.codec import MessageTooLarge
 from octavo.wire.messages import Finished, WireFinishReason
+
+MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message gets no long answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,11 @@ class InvalidRequest(RequestError):
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
         super().__init__(f"{first.field}: {first.description}{more}")
         self.violations = violations
+
+    @classmethod
+    def of(cls, field: str, description: str) -> Self:
+        """One field is wrong."""
+        return cls((Violation(field=field, description=description),))
 
 
 class MalformedMessage(RequestError):

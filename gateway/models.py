@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import structlog
 
-from octavo.gateway.errors import InvalidRequest, ModelNotFound, Violation
+from octavo.gateway.errors import InvalidRequest, ModelNotFound
 from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.workers.errors import NoWorker
@@ -137,7 +137,7 @@ class ServedModels:
         names = sorted({*self.expected, *cards})
         if len(names) > 1:
             shown = ", ".join(names[:8])
-            raise InvalidRequest((Violation(field=path, description=f"must be set, several are served: {shown}"),))
+            raise InvalidRequest.of(path, f"must be set, several are served: {shown}")
         if not cards:
             raise NoWorker(names[0] if names else "")
         return next(iter(cards.values()))

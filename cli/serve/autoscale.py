@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from octavo.cli.errors import usage as usage_error
 from octavo.cli.settings.groups import ServeSettings
-from octavo.gateway.validation.fields import MAX_WORKERS
+from octavo.gateway.validation.limits import MAX_WORKERS
 from octavo.v1 import load_pb2
 
 MAX_GROWTH = 2.0  # of the number of workers, in one step

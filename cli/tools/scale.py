@@ -14,7 +14,7 @@ from octavo.cli.serve.record import running_services
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ScaleSettings
 from octavo.client.options import open_channel
-from octavo.gateway.validation.fields import MAX_WORKERS
+from octavo.gateway.validation.limits import MAX_WORKERS
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 TIMEOUT_S = 30.0

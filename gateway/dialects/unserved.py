@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.fields import REQUEST_ID, raise_if_any
 
 SILENT_TRAILER = "x-unreachable-gateways"
 
@@ -66,4 +66,4 @@ def check_request_ids(ids: Iterable[str]) -> None:
         for index, request_id in enumerate(ids)
         if (wrong := REQUEST_ID(request_id)) is not None
     )
-    raise_if_any(first_violations(found))
+    raise_if_any(found)

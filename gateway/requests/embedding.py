@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, error_of, from_reason
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, error_of, from_reason
 from octavo.gateway.requests.input_processor import BACKSTOP_S, share_of, until
 from octavo.gateway.requests.spans import Journey, trace_embeddings
 from octavo.gateway.requests.submit import Collaborators
@@ -166,7 +166,7 @@ class Embedder:
             except (ExceedsCapacity, TooManyTokens) as error:
                 raise ExceedsCapacity(f"inputs[{index}]: {error}") from None
             if not len(ids_T):
-                raise InvalidRequest((Violation(field=f"{path}input", description="gives no tokens"),))
+                raise InvalidRequest.of(f"{path}input", "gives no tokens")
             prompts.append(ids_T)
         return prompts
 

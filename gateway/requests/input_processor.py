@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.gateway.config import RequestLimits
-from octavo.gateway.errors import DeadlinePassed, InvalidRequest, Violation
+from octavo.gateway.errors import DeadlinePassed, InvalidRequest
 from octavo.gateway.models import ServedModels
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
@@ -74,10 +74,10 @@ class ConstraintChecker:
             async with asyncio.timeout(self._timeout_s):
                 await work
         except GrammarRefused as refused:
-            raise InvalidRequest((_violation(request, refused, prefix),)) from None
+            raise _invalid(request, refused, prefix) from None
         except TimeoutError:
             late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to check")
-            raise InvalidRequest((_violation(request, late, prefix),)) from None
+            raise _invalid(request, late, prefix) from None
         self._remember(grammar)
         return grammar
 
@@ -132,13 +132,13 @@ def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
     return Grammar(kind=GrammarKind.TOOL_CALLS, source=source, format_as_annotation=request.format_as_annotation)
 
 
-def _violation(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> Violation:
+def _invalid(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> InvalidRequest:
     kind = request.constraint.WhichOneof("kind")
     if kind is None:
-        return Violation(field=f"{prefix}chat.tools", description=str(refused))
+        return InvalidRequest.of(f"{prefix}chat.tools", str(refused))
     if kind == "choice":
-        return Violation(field=f"{prefix}constraint.choice.options{refused.path}", description=refused.description)
-    return Violation(field=f"{prefix}constraint.{kind}", description=str(refused))
+        return InvalidRequest.of(f"{prefix}constraint.choice.options{refused.path}", refused.description)
+    return InvalidRequest.of(f"{prefix}constraint.{kind}", str(refused))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ class InputProcessor:
         prompt = await self._prompt(request, card, prefix, share)
         prompt_ids_T = prompt.ids_T
         if len(prompt_ids_T) == 0:
-            raise InvalidRequest((Violation(field=f"{prefix}input", description="gives no tokens"),))
+            raise InvalidRequest.of(f"{prefix}input", "gives no tokens")
         stop_ids = check_ids(request.stop.token_ids, card.vocab_size, f"{prefix}stop.token_ids")
         ends = frozenset(stop_ids.tolist()) | frozenset(() if request.stop.ignore_eos else card.eos_token_ids)
         bad_words = await self._bad_words(request.sampling.bad_words, card, f"{prefix}sampling.", share)
@@ -316,8 +316,7 @@ class InputProcessor:
             num_bytes = sum(map(len, words))
             return await self._text.run(lambda: text.encode_bad_words(words), num_bytes=num_bytes, share=share)
         except ValueError as error:
-            problem = Violation(field=f"{path}bad_words[{error.args[0]}]", description="gives no tokens")
-            raise InvalidRequest((problem,)) from None
+            raise InvalidRequest.of(f"{path}bad_words[{error.args[0]}]", "gives no tokens") from None
 
     async def _stop_strings(self, strings: list[str], share: Share) -> StopStrings | None:
         if not strings:

@@ -23,7 +23,6 @@ from octavo.gateway.errors import (
     InternalDefect,
     InvalidRequest,
     MalformedMessage,
-    Violation,
 )
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.tracing import CallTrace, Tracing
@@ -297,10 +296,10 @@ def _named_model(context: Context) -> str:
     """The model that the metadata names; empty for none. Raises InvalidRequest."""
     names = {str(value) for name, value in context.invocation_metadata() or () if name == MODEL_HEADER}
     if len(names) > 1:
-        raise InvalidRequest((Violation(field=MODEL_HEADER, description="two models are named"),))
+        raise InvalidRequest.of(MODEL_HEADER, "two models are named")
     model = next(iter(names), "")
     if len(model) > _MAX_MODEL:
-        raise InvalidRequest((Violation(field=MODEL_HEADER, description=f"has more than {_MAX_MODEL} characters"),))
+        raise InvalidRequest.of(MODEL_HEADER, f"has more than {_MAX_MODEL} characters")
     return model
 
 

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from octavo.gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
+from octavo.gateway.errors import INTERNAL, MAX_VIOLATIONS, ErrorRow, InvalidRequest, Retry, row_of
 
 DOMAIN = "octavo"
 REASON_TRAILER = "x-error-reason"
@@ -18,7 +18,6 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 DETAILS_TRAILER = "grpc-status-details-bin"
 
 _MAX_MESSAGE = 400  # characters: trailers have to fit into 8 KiB of headers
-_MAX_VIOLATIONS = 16
 _PATH = re.compile(r"(?:ipc|tcp)://[^\s,;)]+|(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -86,7 +85,7 @@ def _details(error: Exception, row: ErrorRow, scope: AnsweredRpc, pushback_ms: i
 
 def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
     bad = error_details_pb2.BadRequest()
-    for violation in error.violations[:_MAX_VIOLATIONS]:
+    for violation in error.violations[:MAX_VIOLATIONS]:
         bad.field_violations.add(field=violation.field[:200], description=violation.description[:200])
     return bad
 

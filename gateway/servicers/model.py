@@ -10,7 +10,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from octavo.gateway.models import ServedModels
 from octavo.gateway.requests.submit import default_sampling
 from octavo.gateway.rpc.interceptor import current_rpc
-from octavo.gateway.validation.fields import MAX_LOGPROBS, MAX_STOP_STRINGS, TABLE, MessageRules, check, not_served
+from octavo.gateway.validation.fields import TABLE, MessageRules, check, not_served
+from octavo.gateway.validation.limits import MAX_LOGPROBS, MAX_STOP_STRINGS
 from octavo.gateway.version import VERSION
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerState, WorkerView

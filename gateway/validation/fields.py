@@ -5,41 +5,20 @@ A test walks the descriptors and fails where a field has no row in the table, so
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import MAX_VIOLATIONS, InvalidRequest, Violation
+from octavo.gateway.validation import limits
 from octavo.v1 import inference_pb2
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_BYTES = 256
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGPROBS = 20
-MAX_REGEX_BYTES = 4096
-MAX_CHOICES = 1024
-MAX_CHOICE_BYTES = 4096
-MAX_OUTPUTS = 128
-MAX_BIAS = 100
-MIN_PRIORITY, MAX_PRIORITY = -100, 100
-MAX_BIASES = 1024
-MAX_ALLOWED_IDS = 65_536
-MAX_BAD_WORDS = 64
-MAX_BAD_WORD_BYTES = 256
-MAX_REQUEST_ID = 128
-MAX_SALT_BYTES = 128
-MAX_TIMEOUT_S = 86_400
-MAX_EMBED_INPUTS = 256
-MIN_WATCH_S, MAX_WATCH_S = 0.2, 60
-MAX_WATCHED_REQUESTS = 1000
-MAX_BLOCK_CELLS = 4096
-MAX_WORKERS = 64  # of one model
 UINT32 = 2**32 - 1
-MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message gets no long answer
 ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
 
 
@@ -169,7 +148,7 @@ class Count:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRules:
     """fields: rule by name (of each element, for repeated ones; messages are walked into). counts: of repeated
-    fields. required: fields that must be set and not zero; a tuple of names means exactly one of that oneof."""
+    fields. required: fields that must be set and not zero. required_oneofs: those of which one field must be set."""
 
     fields: dict[str, Rule] = field(default_factory=dict)
     counts: dict[str, Count] = field(default_factory=dict)
@@ -177,7 +156,7 @@ class MessageRules:
     required_oneofs: tuple[str, ...] = ()
 
 
-REQUEST_ID = Visible(MAX_REQUEST_ID)
+REQUEST_ID = Visible(limits.MAX_REQUEST_ID)
 _MODEL = Utf8Bytes(0, 256)
 _NAME = Utf8Bytes(1, 256)
 _GATEWAYS = InRange(0, 64)  # on other hosts
@@ -193,11 +172,11 @@ TABLE: dict[str, MessageRules] = {
             "sampling": anything,
             "stop": anything,
             "output": anything,
-            "priority": InRange(MIN_PRIORITY, MAX_PRIORITY),
-            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
-            "num_outputs": InRange(1, MAX_OUTPUTS),
+            "priority": InRange(limits.MIN_PRIORITY, limits.MAX_PRIORITY),
+            "cache_salt": Utf8Bytes(0, limits.MAX_SALT_BYTES),
+            "num_outputs": InRange(1, limits.MAX_OUTPUTS),
             "constraint": anything,
-            "timeout_s": Above(0, MAX_TIMEOUT_S),
+            "timeout_s": Above(0, limits.MAX_TIMEOUT_S),
             "return_partial_on_deadline": anything,
             "truncate_prompt_tokens": InRange(1, UINT32),
             "format_as_annotation": anything,
@@ -209,14 +188,14 @@ TABLE: dict[str, MessageRules] = {
             # How long a source may be is a setting (`gateway.requests.input_processor`).
             "json_schema": Utf8Bytes(1, ANY_NUMBER),
             "json_object": must_be_true,
-            "regex": Utf8Bytes(1, MAX_REGEX_BYTES),
+            "regex": Utf8Bytes(1, limits.MAX_REGEX_BYTES),
             "ebnf": Utf8Bytes(1, ANY_NUMBER),
             "choice": anything,
         },
         required_oneofs=("kind",),
     ),
     "octavo.v1.Choice": MessageRules(
-        fields={"options": Utf8Bytes(1, MAX_CHOICE_BYTES)}, counts={"options": Count(1, MAX_CHOICES)}
+        fields={"options": Utf8Bytes(1, limits.MAX_CHOICE_BYTES)}, counts={"options": Count(1, limits.MAX_CHOICES)}
     ),
     "octavo.v1.CompleteRequest": MessageRules(fields={"generate": anything}, required=("generate",)),
     "octavo.v1.TokenIds": MessageRules(fields={"ids": anything}, counts={"ids": Count(1, ANY_NUMBER)}),
@@ -259,33 +238,33 @@ TABLE: dict[str, MessageRules] = {
             "frequency_penalty": InRange(-10, 10),
             "typical_p": Above(0, 1),
             "top_n_sigma": InRange(0, 100),
-            "logit_bias": InRange(-MAX_BIAS, MAX_BIAS),
+            "logit_bias": InRange(-limits.MAX_BIAS, limits.MAX_BIAS),
             "allowed_token_ids": anything,
-            "bad_words": Utf8Bytes(1, MAX_BAD_WORD_BYTES),
+            "bad_words": Utf8Bytes(1, limits.MAX_BAD_WORD_BYTES),
         },
         counts={
-            "logit_bias": Count(0, MAX_BIASES),
-            "allowed_token_ids": Count(0, MAX_ALLOWED_IDS),
-            "bad_words": Count(0, MAX_BAD_WORDS),
+            "logit_bias": Count(0, limits.MAX_BIASES),
+            "allowed_token_ids": Count(0, limits.MAX_ALLOWED_IDS),
+            "bad_words": Count(0, limits.MAX_BAD_WORDS),
         },
     ),
     "octavo.v1.StopConditions": MessageRules(
         fields={
             "max_tokens": InRange(1, UINT32),
             "min_tokens": InRange(0, UINT32),
-            "strings": Utf8Bytes(1, MAX_STOP_STRING_BYTES),
+            "strings": Utf8Bytes(1, limits.MAX_STOP_STRING_BYTES),
             "token_ids": anything,
             "ignore_eos": anything,
             "include_stop": anything,
         },
-        counts={"strings": Count(0, MAX_STOP_STRINGS), "token_ids": Count(0, MAX_STOP_TOKEN_IDS)},
+        counts={"strings": Count(0, limits.MAX_STOP_STRINGS), "token_ids": Count(0, limits.MAX_STOP_TOKEN_IDS)},
     ),
     "octavo.v1.OutputOptions": MessageRules(
         fields={
             "format": OneOf(inference_pb2.OutputFormat.DESCRIPTOR),
-            "logprobs": InRange(0, MAX_LOGPROBS),
+            "logprobs": InRange(0, limits.MAX_LOGPROBS),
             "skip_special_tokens": anything,
-            "prompt_logprobs": InRange(0, MAX_LOGPROBS),
+            "prompt_logprobs": InRange(0, limits.MAX_LOGPROBS),
             "echo": anything,
             "return_prompt": anything,
             "parse_tool_calls": anything,
@@ -299,11 +278,11 @@ TABLE: dict[str, MessageRules] = {
             "pooling": OneOf(inference_pb2.Pooling.DESCRIPTOR),
             "normalize": anything,
             "truncate_prompt_tokens": InRange(1, UINT32),
-            "priority": InRange(MIN_PRIORITY, MAX_PRIORITY),
-            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
-            "timeout_s": Above(0, MAX_TIMEOUT_S),
+            "priority": InRange(limits.MIN_PRIORITY, limits.MAX_PRIORITY),
+            "cache_salt": Utf8Bytes(0, limits.MAX_SALT_BYTES),
+            "timeout_s": Above(0, limits.MAX_TIMEOUT_S),
         },
-        counts={"inputs": Count(1, MAX_EMBED_INPUTS)},
+        counts={"inputs": Count(1, limits.MAX_EMBED_INPUTS)},
     ),
     "octavo.v1.EmbedInput": MessageRules(
         fields={"text": Utf8Bytes(1, ANY_NUMBER), "token_ids": anything, "chat": anything}, required_oneofs=("input",)
@@ -321,16 +300,16 @@ TABLE: dict[str, MessageRules] = {
     "octavo.v1.GetLoadRequest": MessageRules(),
     "octavo.v1.WatchLoadRequest": MessageRules(
         fields={
-            "interval_s": InRange(MIN_WATCH_S, MAX_WATCH_S),
-            "max_requests": InRange(0, MAX_WATCHED_REQUESTS),
-            "max_block_cells": InRange(0, MAX_BLOCK_CELLS),
+            "interval_s": InRange(limits.MIN_WATCH_S, limits.MAX_WATCH_S),
+            "max_requests": InRange(0, limits.MAX_WATCHED_REQUESTS),
+            "max_block_cells": InRange(0, limits.MAX_BLOCK_CELLS),
         }
     ),
     "octavo.v1.AuditBlocksRequest": MessageRules(),
     "octavo.v1.FlushPrefixCacheRequest": MessageRules(),
     "octavo.v1.DrainRequest": MessageRules(fields={"grace_s": InRange(0, 86_400)}),
     "octavo.v1.ScaleRequest": MessageRules(
-        fields={"model": _MODEL, "num_workers": InRange(1, MAX_WORKERS)}, required=("num_workers",)
+        fields={"model": _MODEL, "num_workers": InRange(1, limits.MAX_WORKERS)}, required=("num_workers",)
     ),
     "octavo.v1.ScaleGatewaysRequest": MessageRules(fields={"num_gateways": _GATEWAYS}, required=("num_gateways",)),
 }
@@ -338,18 +317,13 @@ TABLE: dict[str, MessageRules] = {
 
 def check(message: Message) -> None:
     """Raises InvalidRequest with the paths of what is wrong."""
-    raise_if_any(first_violations(violations(message, "")))
+    raise_if_any(violations(message, ""))
 
 
-def raise_if_any(found: tuple[Violation, ...]) -> None:
-    """Raises InvalidRequest where there are violations."""
-    if found:
-        raise InvalidRequest(found)
-
-
-def first_violations(found: Iterator[Violation]) -> tuple[Violation, ...]:
-    """At most MAX_VIOLATIONS of them."""
-    return tuple(violation for violation, _ in zip(found, range(MAX_VIOLATIONS), strict=False))
+def raise_if_any(found: Iterable[Violation]) -> None:
+    """Raises InvalidRequest with the first MAX_VIOLATIONS of them."""
+    if first := tuple(islice(found, MAX_VIOLATIONS)):
+        raise InvalidRequest(first)
 
 
 def violations(message: Message, prefix: str) -> Iterator[Violation]:
@@ -359,8 +333,7 @@ def violations(message: Message, prefix: str) -> Iterator[Violation]:
         yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
     for name in rules.required_oneofs:
         if message.WhichOneof(name) is None:
-            choice = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name[name].fields)
-            yield Violation(field=prefix + name, description=f"one of {choice} must be set")
+            yield unset_choice(message, name, prefix)
     for name in rules.required:
         if not _is_set(message, name):
             yield Violation(field=prefix + name, description="must be set")
@@ -372,6 +345,12 @@ def violations(message: Message, prefix: str) -> Iterator[Violation]:
     for descriptor, value in message.ListFields():
         if descriptor.name not in miscounted:  # elements of a list that is too long are not looked at
             yield from _field_violations(descriptor, value, prefix + descriptor.name)
+
+
+def unset_choice(message: Message, oneof: str, prefix: str = "") -> Violation:
+    """That a oneof of this message must be set."""
+    choice = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields)
+    return Violation(field=prefix + oneof, description=f"one of {choice} must be set")
 
 
 def _is_set(message: Message, name: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from octavo.gateway.text.chat_template import ChatInput
-from octavo.gateway.validation.fields import first_violations, raise_if_any, violations
+from octavo.gateway.validation.fields import raise_if_any, violations
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Capacity, ModelCard
 
@@ -63,24 +63,24 @@ def _tool(tool: pb.ToolDefinition) -> dict[str, Any]:
 
 def check_generate(request: pb.GenerateRequest) -> None:
     """Everything that needs no model. Raises InvalidRequest."""
-    raise_if_any(first_violations(chain(violations(request, ""), _across_fields(request, ""))))
+    raise_if_any(chain(violations(request, ""), _across_fields(request, "")))
 
 
 def check_complete(request: pb.CompleteRequest) -> None:
     """The same for the unary form."""
     across = _across_fields(request.generate, "generate.")
-    raise_if_any(first_violations(chain(violations(request, ""), across)))
+    raise_if_any(chain(violations(request, ""), across))
 
 
 def check_embed(request: pb.EmbedRequest) -> None:
     """Everything about an EmbedRequest that needs no model. Raises InvalidRequest."""
     chats = (chat_violations(each.chat, f"inputs[{index}].chat.") for index, each in enumerate(request.inputs))
-    raise_if_any(first_violations(chain(violations(request, ""), *chats)))
+    raise_if_any(chain(violations(request, ""), *chats))
 
 
 def check_tokenize(request: pb.TokenizeRequest) -> None:
     """Everything about a TokenizeRequest. Raises InvalidRequest."""
-    raise_if_any(first_violations(chain(violations(request, ""), chat_violations(request.chat, "chat."))))
+    raise_if_any(chain(violations(request, ""), chat_violations(request.chat, "chat.")))
 
 
 def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violation]:
@@ -144,12 +144,9 @@ def _tool_choice_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
 def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:
     """The ids as int32 [T]. Raises InvalidRequest naming the first that the model does not have."""
     ids_T = np.asarray(ids, np.int64)
-    wrong = np.flatnonzero(ids_T >= vocab_size)[:16]
     raise_if_any(
-        tuple(
-            Violation(field=f"{path}[{index}]", description=f"{ids_T[index]} is not below vocab_size ({vocab_size})")
-            for index in wrong
-        )
+        Violation(field=f"{path}[{index}]", description=f"{ids_T[index]} is not below vocab_size ({vocab_size})")
+        for index in np.flatnonzero(ids_T >= vocab_size)
     )
     return ids_T.astype(np.int32)
 
@@ -166,12 +163,10 @@ def check_choice(
     """Fields that forbid tokens: their ids exist, and some token is left to sample. path: of the sampling.
     stop_ids: that end the output. bad_words: as tokens. Raises InvalidRequest."""
     check_ids(sampling.allowed_token_ids, card.vocab_size, f"{path}allowed_token_ids")
-    wrong = [token for token in sorted(sampling.logit_bias) if token >= card.vocab_size][:16]
     raise_if_any(
-        tuple(
-            Violation(field=f"{path}logit_bias[{token}]", description=f"is not below vocab_size ({card.vocab_size})")
-            for token in wrong
-        )
+        Violation(field=f"{path}logit_bias[{token}]", description=f"is not below vocab_size ({card.vocab_size})")
+        for token in sorted(sampling.logit_bias)
+        if token >= card.vocab_size
     )
     allowed = set(sampling.allowed_token_ids)
     if allowed and not (allowed := allowed - {word[0] for word in bad_words if len(word) == 1}):
@@ -181,7 +176,7 @@ def check_choice(
 
 
 def _nothing_left(path: str, why: str) -> InvalidRequest:
-    return InvalidRequest((Violation(field=f"{path}allowed_token_ids", description=why),))
+    return InvalidRequest.of(f"{path}allowed_token_ids", why)
 
 
 def check_outputs(num_outputs: int, capacity: Capacity) -> None:

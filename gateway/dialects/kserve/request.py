@@ -23,7 +23,7 @@ from octavo.gateway.dialects.kserve.model import (
     TEXT_OUTPUT,
 )
 from octavo.gateway.dialects.kserve.sampling import apply_sampling, in_vllm_names
-from octavo.gateway.dialects.kserve.tensors import scalar_inputs, violation
+from octavo.gateway.dialects.kserve.tensors import scalar_inputs
 from octavo.gateway.dialects.unserved import with_paths
 from octavo.gateway.errors import InvalidRequest, ModelNotFound
 from octavo.gateway.validation.generate import check_generate
@@ -55,7 +55,7 @@ def translate(request: oip.ModelInferRequest) -> Asked:
     check_version(request.model_version)
     _check_unknown(request, "")
     if not (request.id.isascii() and request.id.isprintable()):
-        raise violation("id", "must be printable ASCII")
+        raise InvalidRequest.of("id", "must be printable ASCII")
     inputs = scalar_inputs(request, INPUTS)
     parameters = {name: _value_of(name, each) for name, each in request.parameters.items()}
     wants_empty_final = bool(parameters.pop(EMPTY_FINAL, False))
@@ -65,7 +65,7 @@ def translate(request: oip.ModelInferRequest) -> Asked:
     streams = bool(inputs.get(STREAM, False))
     generate = _generate(request.model_name, prompt, _sampling(inputs, parameters), outputs)
     if streams and generate.num_outputs > 1:
-        raise violation(f"{SAMPLING}.n", "must be 1 for a stream")
+        raise InvalidRequest.of(f"{SAMPLING}.n", "must be 1 for a stream")
     return Asked(
         generate=generate,
         streams=streams,
@@ -114,11 +114,11 @@ def _generate(model: str, prompt: str, values: Mapping[str, Any], outputs: tuple
 def _text(inputs: Mapping[str, bytes | bool], name: str) -> str:
     value = inputs.get(name)
     if not isinstance(value, bytes):
-        raise violation(f"inputs.{name}", "must be given")
+        raise InvalidRequest.of(f"inputs.{name}", "must be given")
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise violation(f"inputs.{name}", "is not UTF-8") from None
+        raise InvalidRequest.of(f"inputs.{name}", "is not UTF-8") from None
 
 
 def _sampling(inputs: Mapping[str, bytes | bool], parameters: dict[str, Any]) -> dict[str, Any]:
@@ -127,11 +127,11 @@ def _sampling(inputs: Mapping[str, bytes | bool], parameters: dict[str, Any]) ->
     try:
         values = json.loads(_text(inputs, SAMPLING) or "{}")
     except (ValueError, RecursionError):
-        raise violation(f"inputs.{SAMPLING}", "is no JSON") from None
+        raise InvalidRequest.of(f"inputs.{SAMPLING}", "is no JSON") from None
     if not isinstance(values, dict):
-        raise violation(f"inputs.{SAMPLING}", "must be a JSON object")
+        raise InvalidRequest.of(f"inputs.{SAMPLING}", "must be a JSON object")
     for name in parameters.keys() & values.keys():
-        raise violation(f"parameters.{name[:64]}", f"stands in inputs.{SAMPLING} too")
+        raise InvalidRequest.of(f"parameters.{name[:64]}", f"stands in inputs.{SAMPLING} too")
     return parameters | values
 
 
@@ -139,7 +139,7 @@ def _excludes_input(inputs: Mapping[str, bytes | bool], streams: bool) -> bool:
     """Unset: a stream excludes the prompt, a single response begins with it, as in Triton's backend."""
     excludes = inputs.get(EXCLUDE_INPUT, streams)
     if streams and not excludes:
-        raise violation(f"inputs.{EXCLUDE_INPUT}", "must not be false for a stream")
+        raise InvalidRequest.of(f"inputs.{EXCLUDE_INPUT}", "must not be false for a stream")
     return bool(excludes)
 
 
@@ -148,9 +148,9 @@ def _outputs(request: oip.ModelInferRequest, inputs: Mapping[str, bytes | bool])
     named = list(dict.fromkeys(each.name for each in request.outputs))
     for each in request.outputs:
         if each.name not in OUTPUTS:
-            raise violation(f"outputs.{each.name[:64]}", "is no output of this model")
+            raise InvalidRequest.of(f"outputs.{each.name[:64]}", "is no output of this model")
         for parameter in each.parameters:
-            raise violation(f"outputs.{each.name}.parameters.{parameter[:64]}", "is not supported")
+            raise InvalidRequest.of(f"outputs.{each.name}.parameters.{parameter[:64]}", "is not supported")
     asked = [name.removeprefix("return_") for name, value in inputs.items() if name.startswith("return_") and value]
     return tuple(dict.fromkeys([*(named or [TEXT_OUTPUT]), *asked]))
 
@@ -158,7 +158,7 @@ def _outputs(request: oip.ModelInferRequest, inputs: Mapping[str, bytes | bool])
 def _value_of(name: str, parameter: oip.InferParameter) -> Any:
     kind = parameter.WhichOneof("parameter_choice")
     if kind is None:
-        raise violation(f"parameters.{name[:64]}", "has no value")
+        raise InvalidRequest.of(f"parameters.{name[:64]}", "has no value")
     return getattr(parameter, kind)
 
 
@@ -166,10 +166,10 @@ def _timeout_s(value: Any) -> float | None:
     if value is None or value == 0:  # Triton's "none" is 0
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise violation(f"parameters.{_TIMEOUT}", "must be a number of microseconds")
+        raise InvalidRequest.of(f"parameters.{_TIMEOUT}", "must be a number of microseconds")
     return value / _MICROSECONDS
 
 
 def _check_unknown(message: Message, prefix: str) -> None:
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
-        raise violation(f"{prefix}#{unknown.field_number}", "unknown field")
+        raise InvalidRequest.of(f"{prefix}#{unknown.field_number}", "unknown field")

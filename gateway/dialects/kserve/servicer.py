@@ -13,7 +13,6 @@ import structlog
 from octavo.gateway.dialects.kserve import model
 from octavo.gateway.dialects.kserve.messages import News, Responses, empty_response, failed, reason_of, streamed
 from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
-from octavo.gateway.dialects.kserve.tensors import violation
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
@@ -118,7 +117,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         scope = current_rpc.get()
         asked = await self._translate(request)
         if asked.streams:
-            raise violation("inputs.stream", "must be false: streams are answered by ModelStreamInfer")
+            raise InvalidRequest.of("inputs.stream", "must be false: streams are answered by ModelStreamInfer")
         tracked = await self._submit(asked, scope, context)
         with self._tracker.closing(tracked):
             return await self._whole(asked, tracked)
@@ -218,7 +217,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     def _card(self, name: str, version: str) -> ModelCard:
         check_version(version)
         if not name:
-            raise violation("name", "must be given")
+            raise InvalidRequest.of("name", "must be given")
         return self._models.card_of(name, self._pool)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import InvalidRequest
 from octavo.kserve import inference_pb2 as oip
 
 Input = oip.ModelInferRequest.InferInputTensor
@@ -24,21 +24,16 @@ class Tensor:
     values: Sequence[Any]
 
 
-def violation(path: str, description: str) -> InvalidRequest:
-    """One field is wrong."""
-    return InvalidRequest((Violation(field=path, description=description),))
-
-
 def scalar_inputs(request: oip.ModelInferRequest, datatypes: dict[str, str]) -> dict[str, bytes | bool]:
     """Every input by its name; each has one element. datatypes: of the names that are known. Raises InvalidRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        raise violation("raw_input_contents", f"has {len(raw)} entries for {len(request.inputs)} inputs")
+        raise InvalidRequest.of("raw_input_contents", f"has {len(raw)} entries for {len(request.inputs)} inputs")
     values: dict[str, bytes | bool] = {}
     for index, tensor in enumerate(request.inputs):
         path = f"inputs[{index}]" if len(tensor.name) > 64 or not tensor.name.isprintable() else f"inputs.{tensor.name}"
         if tensor.name in values:
-            raise violation(path, "is given twice")
+            raise InvalidRequest.of(path, "is given twice")
         _check(tensor, datatypes.get(tensor.name), path)
         values[tensor.name] = _raw(tensor, raw[index], path) if raw else _typed(tensor, path)
     return values
@@ -46,31 +41,31 @@ def scalar_inputs(request: oip.ModelInferRequest, datatypes: dict[str, str]) -> 
 
 def _check(tensor: Input, datatype: str | None, path: str) -> None:
     if datatype is None:
-        raise violation(path, "is not supported")
+        raise InvalidRequest.of(path, "is not supported")
     if tensor.datatype != datatype:
-        raise violation(f"{path}.datatype", f"must be {datatype}")
+        raise InvalidRequest.of(f"{path}.datatype", f"must be {datatype}")
     if any(size != 1 for size in tensor.shape):
-        raise violation(f"{path}.shape", "must be [1]: one request is one prompt")
+        raise InvalidRequest.of(f"{path}.shape", "must be [1]: one request is one prompt")
     for name in tensor.parameters:
-        raise violation(f"{path}.parameters.{name[:64]}", "is not supported")
+        raise InvalidRequest.of(f"{path}.parameters.{name[:64]}", "is not supported")
 
 
 def _typed(tensor: Input, path: str) -> bytes | bool:
     contents = getattr(tensor.contents, _CONTENTS[tensor.datatype])
     if len(contents) != 1 or len(tensor.contents.ListFields()) != 1:
-        raise violation(f"{path}.contents", f"must have one element, in {_CONTENTS[tensor.datatype]}")
+        raise InvalidRequest.of(f"{path}.contents", f"must have one element, in {_CONTENTS[tensor.datatype]}")
     return contents[0]  # type: ignore[no-any-return]
 
 
 def _raw(tensor: Input, data: bytes, path: str) -> bytes | bool:
     if tensor.HasField("contents"):
-        raise violation(f"{path}.contents", "must be unset beside raw_input_contents")
+        raise InvalidRequest.of(f"{path}.contents", "must be unset beside raw_input_contents")
     if tensor.datatype == "BOOL":
         if len(data) != 1 or data[0] > 1:
-            raise violation(path, "must be one byte, 0 or 1")
+            raise InvalidRequest.of(path, "must be one byte, 0 or 1")
         return bool(data[0])
     if len(data) < 4 or struct.unpack_from("<I", data)[0] != len(data) - 4:
-        raise violation(path, "must be one element: its length as a little-endian uint32, and so many bytes")
+        raise InvalidRequest.of(path, "must be one element: its length as a little-endian uint32, and so many bytes")
     return data[4:]
 
 

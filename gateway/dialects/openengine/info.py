@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from google.protobuf import struct_pb2
 
 from octavo.gateway.models import ServedModels
-from octavo.gateway.validation.fields import MAX_LOGPROBS, MAX_OUTPUTS
+from octavo.gateway.validation.limits import MAX_LOGPROBS, MAX_OUTPUTS
 from octavo.gateway.version import VERSION
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.openengine import openengine_pb2 as oe

@@ -27,7 +27,6 @@ from octavo.gateway.errors import (
     RequestAborted,
     RequestError,
     SlowConsumer,
-    Violation,
     row_of,
 )
 from octavo.gateway.peers.control import Control
@@ -131,7 +130,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         """Of the model that is named; it has to be."""
         check_known(request)
         if not request.model:
-            raise InvalidRequest((Violation(field="model", description="must be set"),))
+            raise InvalidRequest.of("model", "must be set")
         card = self._models.card_of(request.model, self._pool)
         workers = [each for each in self._pool.workers() if each.card.name == card.name]
         return info.model_info(card, workers, has_text=bool(self._models.token_texts(card)))
@@ -229,8 +228,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         check_known(request)
         check_ranks(request.data_parallel_ranks)
         if request.start_sequence_number and not request.include_snapshot:
-            description = "past events are not kept: set include_snapshot"
-            raise InvalidRequest((Violation(field="start_sequence_number", description=description),))
+            raise InvalidRequest.of("start_sequence_number", "past events are not kept: set include_snapshot")
         scope = current_rpc.get()
         card = self._models.card_of(scope.model, self._pool, path="x-model")
         self._tracker.check_open()

@@ -9,8 +9,9 @@ from google.protobuf.message import Message
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import MAX_PRIORITY, MIN_PRIORITY, REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.fields import REQUEST_ID, raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_generate
+from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
 from octavo.openengine import openengine_pb2 as oe
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -52,7 +53,7 @@ _WHOLE = ("extra",)  # not looked into
 
 def translate(request: oe.GenerateRequest, metadata: Mapping[str, str]) -> pb.GenerateRequest:
     """Checked. metadata: what `read_metadata` gave. Raises InvalidRequest naming the caller's fields."""
-    raise_if_any(first_violations(_violations(request)))
+    raise_if_any(_violations(request))
     sampling, stopping, response, kv = request.sampling, request.stopping, request.response, request.kv
     translated = pb.GenerateRequest(
         request_id=request.request_id,
@@ -104,29 +105,29 @@ def read_metadata(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
     for name, value in metadata:
         if name.startswith(RESERVED):
             if name in found:
-                raise _violation(name, "is given twice")
+                raise InvalidRequest.of(name, "is given twice")
             found[name] = str(value)
     for name, value in found.items():
         match name:
             case _ if name == ROUTING_KEY:
                 if not value:
-                    raise _violation(name, "must not be empty")
+                    raise InvalidRequest.of(name, "must not be empty")
             case _ if name == TARGET_RANK:
                 if not _is_integer(value, 0, 2**32 - 1):
-                    raise _violation(name, "must be a decimal uint32")
+                    raise InvalidRequest.of(name, "must be a decimal uint32")
                 if int(value):
-                    raise _violation(name, "there is only rank 0")
+                    raise InvalidRequest.of(name, "there is only rank 0")
             case _ if name == PRIORITY:
                 if not _is_integer(value, -(2**31), 2**31 - 1):
-                    raise _violation(name, "must be a decimal int32")
+                    raise InvalidRequest.of(name, "must be a decimal int32")
             case _:
-                raise _violation(name, "is not known in revision 1 of openengine.v1, which is served here")
+                raise InvalidRequest.of(name, "is not known in revision 1 of openengine.v1, which is served here")
     return found
 
 
 def check_known(message: Message) -> None:
     """Raises InvalidRequest for fields that revision 1 does not have."""
-    raise_if_any(first_violations(unserved(message, _REFUSED, opaque=_WHOLE)))
+    raise_if_any(unserved(message, _REFUSED, opaque=_WHOLE))
 
 
 def check_ranks(ranks: Iterable[int]) -> None:
@@ -136,7 +137,7 @@ def check_ranks(ranks: Iterable[int]) -> None:
         for index, rank in enumerate(ranks)
         if rank
     )
-    raise_if_any(first_violations(found))
+    raise_if_any(found)
 
 
 def check_abort(request: oe.AbortRequest) -> None:
@@ -144,10 +145,9 @@ def check_abort(request: oe.AbortRequest) -> None:
     check_known(request)
     match request.WhichOneof("target"):
         case None:
-            choice = ", ".join(field.name for field in request.DESCRIPTOR.oneofs_by_name["target"].fields)
-            raise _violation("target", f"one of {choice} must be set")
+            raise InvalidRequest((unset_choice(request, "target"),))
         case "request_id" if (wrong := REQUEST_ID(request.request_id)) is not None:
-            raise _violation("request_id", wrong)
+            raise InvalidRequest.of("request_id", wrong)
 
 
 def in_callers_names(error: InvalidRequest, request: oe.GenerateRequest) -> InvalidRequest:
@@ -162,10 +162,6 @@ def _path(path: str, request: oe.GenerateRequest) -> str:
         places = [index for index, each in conditions if each.WhichOneof("condition") == kind]
         return f"stopping.conditions[{places[int(match[2])]}]"
     return path_by(_PATHS, path)
-
-
-def _violation(field: str, description: str) -> InvalidRequest:
-    return InvalidRequest((Violation(field=field, description=description),))
 
 
 def _is_integer(text: str, low: int, high: int) -> bool:

@@ -9,7 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from octavo.gateway.dialects.unserved import path_by, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import first_violations, raise_if_any
+from octavo.gateway.validation.fields import raise_if_any
 from octavo.gateway.validation.generate import check_embed, check_generate
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -62,12 +62,12 @@ SERVED: dict[str, frozenset[str]] = {
 
 def check_served(request: vllm.GenerateRequest) -> None:
     """Raises InvalidRequest with the paths of what is not served."""
-    raise_if_any(first_violations(_violations(request)))
+    raise_if_any(_violations(request))
 
 
 def check_embed_served(request: vllm.EmbedRequest) -> None:
     """The same for an EmbedRequest."""
-    raise_if_any(first_violations(_unserved(request, "")))
+    raise_if_any(_unserved(request, ""))
 
 
 def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:

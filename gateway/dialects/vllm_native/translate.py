@@ -9,8 +9,9 @@ from typing import Any
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import MAX_PRIORITY, MIN_PRIORITY, first_violations, raise_if_any
+from octavo.gateway.validation.fields import raise_if_any
 from octavo.gateway.validation.generate import check_generate
+from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.vllm import vllm_pb2 as vllm
@@ -50,7 +51,7 @@ _REFUSED = {
 
 def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     """Checked. Raises InvalidRequest naming the caller's fields."""
-    raise_if_any(first_violations(_violations(request)))
+    raise_if_any(_violations(request))
     kv, response = request.kv, request.response
     translated = pb.GenerateRequest(
         request_id=request.request_id,
@@ -81,8 +82,7 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
 def check_one_output(request: vllm.GenerateRequest) -> None:
     """Raises InvalidRequest where the one response of Generate could not tell all outputs."""
     if request.sampling.num_sequences > 1:
-        description = "must be 1 here: GenerateStream tells several"
-        raise InvalidRequest((Violation(field="sampling.num_sequences", description=description),))
+        raise InvalidRequest.of("sampling.num_sequences", "must be 1 here: GenerateStream tells several")
 
 
 def in_callers_names(error: InvalidRequest) -> InvalidRequest:
