@@ -91,10 +91,7 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
         raise usage("there is no model to cut into parts", numbers, "leave it out, or --runner oracle")
     if settings.runner == "torch":
         check_isa(settings.cpu_isa)
-        check_numbers(settings)
-        check_names(settings.model)
-        for model in settings.model:
-            _check_cut(check_model(model, settings), model, settings)
+        _check_models(settings.model, settings)
 
 
 def check_peers(settings: ServeSettings) -> None:
@@ -169,11 +166,7 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
         numbers = f"--device is {settings.device}, and the cluster chooses the GPU of each worker"
         raise usage("--cluster does not go with the number of a GPU", numbers, "give --device cuda")
     if settings.runner == "torch":
-        check_numbers(settings)
-        check_names(settings.model)
-        for model in settings.model:
-            if Path(split_model(model)[1]).expanduser().is_dir():
-                _check_cut(check_model(model, settings), model, settings)
+        _check_models([each for each in settings.model if Path(split_model(each)[1]).expanduser().is_dir()], settings)
 
 
 def _check_own_address(address: str) -> None:
@@ -320,6 +313,14 @@ def check_names(models: Sequence[str]) -> None:
             advice = "leave one out, or name it: --model NAME=CHECKPOINT; several workers of one model: --workers"
             raise usage("two models with one name", same, advice)
         taken[name] = model
+
+
+def _check_models(known: Sequence[str], settings: ServeSettings | WorkerSettings) -> None:
+    """Settings that go with each other, and with these models. Raises CliError, CheckpointError, CardError."""
+    check_numbers(settings)
+    check_names(settings.model)
+    for model in known:
+        _check_cut(check_model(model, settings), model, settings)
 
 
 def check_model(model: str, settings: ServeSettings | WorkerSettings) -> Path | None:
