@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from octavo.model.kernels.precompile import compiling, is_compiling, wake_compiler
+from tests.support.model.hopper import HopperDriver
 
 
 class Launcher:
@@ -33,19 +33,10 @@ built: list[str] = []
 """For which kernels."""
 
 
-class Device:
-    """As much of a driver as compiling asks for."""
+class Driver(HopperDriver):
+    """With what compiling asks for, too."""
 
     launcher_cls = Launcher
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @triton.jit
@@ -70,7 +61,7 @@ def mistaken_kernel(x_1):
 
 def main() -> None:
     """See the module."""
-    triton.runtime.driver.set_active(Device())
+    triton.runtime.driver.set_active(Driver())
     asked: list[str] = []
     compile_one = JITFunction._do_compile
 

@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import torch
 import triton.runtime
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from octavo.model import CausalLM, ModelConfig
@@ -34,6 +33,7 @@ from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.cuda import graph_runner, loading, memory
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.runner import CudaRunner
+from tests.support.model.hopper import HopperDriver
 
 HEADS_OF_64 = {
     "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 1280, "num_hidden_layers": 3,
@@ -51,19 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": Deterministic.ON},
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 300
-
-
-class Device:
-    """As much of a driver as a launch asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 class Recorder:
@@ -90,7 +77,7 @@ def pretend() -> set[tuple[str, str]]:
     def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=a.dtype) if out is None else out
 
-    triton.runtime.driver.set_active(Device())
+    triton.runtime.driver.set_active(HopperDriver())
     properties = SimpleNamespace(multi_processor_count=132, total_memory=80 << 30)
     nothing = mock.MagicMock()
     nothing.elapsed_time.return_value = 1.0
