@@ -70,14 +70,18 @@ class Bench:
     def __init__(self, runner: Any, *, max_batch_tokens: int, copy_s: float) -> None:
         self.runner = runner
         self.copy_s = copy_s
+        self._copies = getattr(runner, "_host_copies", None)  # of CUDA's runners
         self._max_batch_tokens = max_batch_tokens
+
+    def prompt(self, rng: np.random.Generator, num_tokens: int) -> np.ndarray:
+        """Drawn ids."""
+        return rng.integers(0, self.runner.config.vocab_size, num_tokens).astype(np.int32)
 
     def engine(self, *, num_blocks: int | None = None, with_tier: bool) -> InProcess:
         """With an empty cache. Without the tier the runner looks at no copies either."""
         config = self.runner.config
         host = self.runner.host_blocks
-        if hasattr(self.runner, "_host_copies"):
-            self._copies = getattr(self, "_copies", self.runner._host_copies)
+        if self._copies is not None:
             self.runner._host_copies = self._copies if with_tier else None
         return InProcess(
             self.runner,
@@ -101,24 +105,20 @@ def first_token_ms(engine: InProcess, prompt_ids_T: np.ndarray) -> tuple[float, 
     return 1e3 * (mail.first_s[handle] - begin_s), mail.pop_end(handle).cached_tokens
 
 
-def measure_again(bench: Bench, long: int, vocab_size: int, repeats: int) -> Figures:
+def measure_again(bench: Bench, long: int, repeats: int) -> Figures:
     """Two prompts that do not fit at once: each evicts the other."""
     rng = np.random.default_rng(1)
     num_blocks = -(-long // BLOCK)
     engine = bench.engine(num_blocks=num_blocks + min(40, num_blocks // 8 + 2), with_tier=True)
-
-    def new() -> np.ndarray:
-        return rng.integers(0, vocab_size, long).astype(np.int32)
-
-    first_token_ms(engine, new())  # libraries choose their kernels
-    prompts = [new(), new()]
+    first_token_ms(engine, bench.prompt(rng, long))  # libraries choose their kernels
+    prompts = [bench.prompt(rng, long), bench.prompt(rng, long)]
     computed = [first_token_ms(engine, prompt)[0] for prompt in prompts]
     again, cached = [], []
     for turn in range(2 * repeats):
         ms, num_cached = first_token_ms(engine, prompts[turn % 2])
         again.append(ms)
         cached.append(num_cached)
-    computed += [first_token_ms(engine, new())[0] for _ in range(2)]
+    computed += [first_token_ms(engine, bench.prompt(rng, long))[0] for _ in range(2)]
     host = engine.blocks.host
     return {
         "computed_ms": statistics.median(computed),
@@ -160,25 +160,21 @@ class Talk:
         return self.opening + self.turns * (self.question + self.answer)
 
 
-def converse(engine: InProcess, talk: Talk, vocab_size: int) -> Figures:
+def converse(bench: Bench, engine: InProcess, talk: Talk) -> Figures:
     """All of them, each turn as soon as the one before has its answer."""
     rng = np.random.default_rng(2)
-
-    def draw(count: int) -> np.ndarray:
-        return rng.integers(0, vocab_size, count).astype(np.int32)
-
     under_way: dict[int, Conversation] = {}
     waits_ms: list[float] = []
     num_cached = 0
     begin_s = time.perf_counter()
 
     def ask(each: Conversation) -> None:
-        each.ids_T = np.concatenate([each.ids_T, draw(talk.question)])
+        each.ids_T = np.concatenate([each.ids_T, bench.prompt(rng, talk.question)])
         each.asked_s = time.perf_counter()
         under_way[engine.ask(each.ids_T, max_tokens=talk.answer, ignore_eos=True)] = each
 
     for _ in range(talk.conversations):
-        ask(Conversation(draw(talk.opening)))
+        ask(Conversation(bench.prompt(rng, talk.opening)))
     mail: Any = engine.mail
     while under_way:
         engine.step()
@@ -210,7 +206,7 @@ def converse(engine: InProcess, talk: Talk, vocab_size: int) -> Figures:
     }
 
 
-def measure_conversations(bench: Bench, talk: Talk, share: float, vocab_size: int, is_late: Callable[[], bool]) -> Any:
+def measure_conversations(bench: Bench, talk: Talk, share: float, is_late: Callable[[], bool]) -> Any:
     """Without the tier and with it."""
     num_blocks = max(-(-talk.longest // BLOCK) + 8, int(share * talk.conversations * talk.longest) // BLOCK)
     found: dict[str, Figures] = {}
@@ -218,7 +214,7 @@ def measure_conversations(bench: Bench, talk: Talk, share: float, vocab_size: in
         if is_late():
             print(f"  {name} the tier: left out, the time is over", flush=True)
             continue
-        found[name] = converse(bench.engine(num_blocks=num_blocks, with_tier=with_tier), talk, vocab_size)
+        found[name] = converse(bench, bench.engine(num_blocks=num_blocks, with_tier=with_tier), talk)
         show(f"{name} the tier", found[name])
     if len(found) == 2:
         found["ratio"] = {
@@ -228,11 +224,11 @@ def measure_conversations(bench: Bench, talk: Talk, share: float, vocab_size: in
     return found | {"pool": {"blocks": num_blocks, "tokens_in_the_end": talk.conversations * talk.longest}}
 
 
-def decode_rate(bench: Bench, *, with_tier: bool, num_requests: int, num_tokens: int, vocab_size: int) -> float:
+def decode_rate(bench: Bench, *, with_tier: bool, num_requests: int, num_tokens: int) -> float:
     """Tokens per second of requests that all run, from when all of them do."""
     engine, rng = bench.engine(with_tier=with_tier), np.random.default_rng(3)
     for _ in range(num_requests):
-        engine.ask(rng.integers(0, vocab_size, 64).astype(np.int32), max_tokens=num_tokens, ignore_eos=True)
+        engine.ask(bench.prompt(rng, 64), max_tokens=num_tokens, ignore_eos=True)
     mail: Any = engine.mail
     while len(mail.first_s) < num_requests:
         engine.step()
@@ -245,9 +241,9 @@ def decode_rate(bench: Bench, *, with_tier: bool, num_requests: int, num_tokens:
     return num_decoded / seconds
 
 
-def measure_idle(bench: Bench, vocab_size: int, *, rounds: int, num_requests: int, num_tokens: int) -> Figures:
+def measure_idle(bench: Bench, *, rounds: int, num_requests: int, num_tokens: int) -> Figures:
     """What the tier costs where nothing is copied: rounds in turns, so that a clock that drifts is in both."""
-    sizes = {"num_requests": num_requests, "num_tokens": num_tokens, "vocab_size": vocab_size}
+    sizes = {"num_requests": num_requests, "num_tokens": num_tokens}
     decode_rate(bench, with_tier=True, **sizes)
     rates: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 * rounds):
@@ -372,7 +368,6 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     if is_cuda:
         need_cuda()
     bench = cuda_bench(arguments) if is_cuda else cpu_bench(arguments)
-    vocab_size = bench.runner.config.vocab_size
     found: dict[str, object] = {
         "device": torch.cuda.get_device_name() if is_cuda else "cpu", "shape": arguments.shape,
         "start_s": time.perf_counter() - begin_s,
@@ -386,15 +381,15 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             found["rates"] = (cuda_rates if is_cuda else cpu_rates)(bench)
         show("rates", found["rates"])  # type: ignore[arg-type]
     if "again" in arguments.only and not is_late():
-        found["again"] = measure_again(bench, arguments.long, vocab_size, arguments.repeats)
+        found["again"] = measure_again(bench, arguments.long, arguments.repeats)
         show("again", found["again"])  # type: ignore[arg-type]
     if "idle" in arguments.only and not is_late():
         sizes = {"num_requests": 64, "num_tokens": 192} if is_cuda else {"num_requests": 8, "num_tokens": 24}
-        found["idle"] = measure_idle(bench, vocab_size, rounds=3, **sizes)
+        found["idle"] = measure_idle(bench, rounds=3, **sizes)
         show("idle", found["idle"])  # type: ignore[arg-type]
     if "conversations" in arguments.only:
         talk = Talk.asked_for(arguments)
-        found["conversations"] = measure_conversations(bench, talk, arguments.share, vocab_size, is_late)
+        found["conversations"] = measure_conversations(bench, talk, arguments.share, is_late)
     found["seconds"] = time.perf_counter() - begin_s
     print(f"  {found['seconds']:.0f} s in all", flush=True)
     write_json(arguments.json, found)
