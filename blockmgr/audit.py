@@ -34,8 +34,6 @@ class BlockAudit:
     num_deferred: int
     num_leaked: int
     violations: tuple[str, ...]
-    num_host_free: int = 0
-    num_host_cached: int = 0
 
 
 def audit_blocks(
@@ -57,8 +55,6 @@ def audit_blocks(
         num_deferred=len(held),
         num_leaked=sum(_num_leaked(each, held_by, *_ids(each)) for each, held_by in holders),
         violations=tuple(violations),
-        num_host_free=len(host.pool.blank_blocks()),
-        num_host_cached=len(host.pool.lru.to_array()),
     )
 
 

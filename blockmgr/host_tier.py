@@ -127,11 +127,6 @@ class HostTier:
 
     # ------------------------------------------------------------ plans
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether the next plan has anything to copy."""
-        return bool(self.outs) or len(self.ins) > 0
-
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 [C, 2] twice, for the next plan: (device, host) to copy out, all of them; (host, device) to copy in, as
         many as a plan may have. Host blocks count from 0 here."""

@@ -29,11 +29,6 @@ class Limits:
     huge_gb_s: float | None
     products: dict[str, float]
 
-    @property
-    def best_read_gb_s(self) -> float:
-        """Of either kind of page."""
-        return max(self.read_gb_s, self.huge_gb_s or 0.0)
-
 
 def measure_limits(clock: Clock, *, read_bytes: int = READ_BYTES, size: int = SIZE) -> Limits:
     """Some seconds of work on all of torch's threads."""

@@ -183,7 +183,6 @@ class Outputs:
     def _take_tokens(self, incarnation: int, message: StepOutput, ended: list[Output]) -> None:
         handles = np.frombuffer(message.handles, "<i8").tolist()
         tokens = np.frombuffer(message.tokens, "<i4").tolist()
-        self._stats.received_tokens += len(tokens)
         positions: dict[int, int] = {}  # of the next logprobs, by handle
         for handle, token in zip(handles, tokens, strict=True):
             output = self._live.get(handle)

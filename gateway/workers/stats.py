@@ -43,7 +43,6 @@ class PoolStats:
     received_bytes: int = 0
     sent_messages: int = 0
     sent_bytes: int = 0
-    received_tokens: int = 0
     undecodable_frames: int = 0  # not ours, garbage, oversized, wrong version
     stale_messages: int = 0  # of an epoch that is unknown or given up
     late_outputs: int = 0  # rows for an output that had ended (cancelled a moment before)

@@ -38,7 +38,6 @@ def test_tokens_go_to_their_streams_in_order() -> None:
     assert bench.take([(1, 11)], finished=(finished(1, 2),)) == [1]
     assert bench.sinks[0].calls == [("started",), ("tokens", 10), ("tokens", 11), ("finished", finished(1, 2))]
     assert bench.sinks[1].calls == [("started",), ("tokens", 20)]
-    assert bench.stats.received_tokens == 3
 
 
 def test_several_tokens_of_one_step_keep_their_order_and_their_logprobs() -> None:
