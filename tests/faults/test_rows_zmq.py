@@ -29,8 +29,8 @@ from tests.support.gateway.workers import (
     request,
     step_output,
     submit,
-    until,
 )
+from tests.support.waiting import until
 
 ONE = "--workers=1"
 LONG = pytest.mark.long

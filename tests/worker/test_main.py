@@ -20,7 +20,8 @@ from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import Run, SamplingParams, WireFinishReason
 from octavo.worker.main import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.gateway.workers import RecordingSink, pool_config, submit, until
+from tests.support.gateway.workers import RecordingSink, pool_config, submit
+from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_TIMEOUT_S = 60.0

@@ -24,6 +24,7 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc, load_pb2, load_pb2_grpc
 from tests.support.services.service import Service as Running
 from tests.support.services.service import environment as clean_environment
 from tests.support.services.service import launch, wait_for
+from tests.support.waiting import until
 
 OBEDIENT = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('up', flush=True); time.sleep(60)"
 ORACLE = ("--runner=oracle", "--num-blocks=512", "--oracle-step-delay-s=0.01", "--oracle-eos-every=1000000")
@@ -80,12 +81,6 @@ class Rig:
 
     def num_starts(self) -> int:
         return len(self.lines)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_workers_come_and_go_by_their_model_and_numbers_are_used_again() -> None:

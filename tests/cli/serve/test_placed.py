@@ -3,7 +3,6 @@ Ray is played."""
 
 import asyncio
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import EXIT_PLACE_LOST
 from octavo.cli.serve.placed import Ground, Placed
 from octavo.cli.serve.placement import Board, Need, Spot
+from tests.support.waiting import until
 
 
 class RayError(Exception): ...
@@ -156,9 +156,3 @@ async def test_a_file_that_cannot_be_written_on_its_host_is_told_once_and_tried_
 
 def writes(ray: Played) -> list[tuple[object, ...]]:
     return [arguments for method, arguments in ray.asked if method == "write"]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  (another task does it)
-            await asyncio.sleep(0.005)

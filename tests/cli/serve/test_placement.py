@@ -1,12 +1,10 @@
 """Workers and gateways on a cluster, as far as it is known without one: addresses, what each needs, whether there is
 room, where gateways are, what a seat draws and writes; and what is told where there is no Ray."""
 
-import asyncio
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +29,7 @@ from octavo.cli.serve.seat import Seat, version_here
 from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
 from octavo.cli.settings.groups import ServeSettings
 from tests.support.services.service import environment, free_port
+from tests.support.waiting import until
 
 HEAD = {"memory": 1e9, "node:10.0.0.1": 1.0}
 CPU = {"CPU": 4.0}
@@ -170,11 +169,6 @@ async def test_a_seat_writes_files_that_change_while_its_process_lives(tmp_path:
     settings = {"allowed_worker_keys": [], "no_such_setting": "so that it ends at once"}
     files = {"peer_endpoints_file": "one", "allowed_worker_keys": "key"}
     await seat.start(1, "gateway", "gateway-1", settings, (1, files), {}, version_here())
-
-    async def until(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110  (the seat tells nobody)
-                await asyncio.sleep(0.01)
 
     await until(lambda: seat._child)
     folder = seat._folder

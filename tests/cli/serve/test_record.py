@@ -4,7 +4,6 @@ other versions."""
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from octavo.cli.serve import record
 from octavo.cli.serve.record import Listing, ProcessRecord, ServiceRecord, running_services
+from tests.support.waiting import until
 
 GATEWAY: dict[str, Any] = {
     "name": "gateway-1",
@@ -112,9 +112,3 @@ def test_a_full_disk_is_told_with_its_reason(folder: Path, monkeypatch: pytest.M
     assert "No space left on device" in notices[0]
     listing.put(own())
     assert addresses() == ["x:1"]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  (another task does it)
-            await asyncio.sleep(0.01)

@@ -5,8 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,6 +17,7 @@ from octavo.cli.serve.launch import ProcessPlan, Role, environment
 from octavo.cli.serve.parent import EXIT_DRAINED
 from octavo.cli.serve.service import Service, keep
 from octavo.cli.serve.supervisor import RestartPolicy
+from tests.support.waiting import until
 
 QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, fast_death_s=30.0)
 OBEDIENT = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('up', flush=True); time.sleep(60)"
@@ -50,13 +49,6 @@ class Stage:
 
     def num_starts(self, name: str) -> int:
         return sum(each == name and line.startswith("up") for each, line in self.lines)
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 async def test_a_killed_process_is_started_again_and_a_signal_ends_all_in_order() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from octavo.gateway.text.render_pool import InProcessRenderer, RenderLimits, Ren
 from octavo.gateway.text.service import Share
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
 from tests.support.gateway.tokenizers_tiny import TEMPLATE
+from tests.support.waiting import until
 
 LIMIT = 1 << 20
 CHAT = ChatInput(messages=[{"role": "user", "content": "hi"}])
@@ -71,12 +72,6 @@ async def pool(limits: RenderLimits | None = None, **changes: Any) -> AsyncItera
 
 def render(renders: Any, template: ChatTemplate, chat: ChatInput = CHAT, *, tenant: str = "") -> Any:
     return renders.render(template, chat_json(chat), max_bytes=LIMIT, share=Share(tenant=tenant))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_it_renders_as_transformers_does(qwen_text: ModelText, shared: Path) -> None:

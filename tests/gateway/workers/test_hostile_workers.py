@@ -8,7 +8,8 @@ import numpy as np
 from octavo.gateway.workers import WorkerPool
 from octavo.wire.codec import encode
 from octavo.wire.messages import Cancel, Heartbeat, NeedTokenizer, Run, TokenizerBundle, Welcome
-from tests.support.gateway.workers import Dial, card, finished, open_one, until
+from tests.support.gateway.workers import Dial, card, finished, open_one
+from tests.support.waiting import until
 
 
 async def test_a_lie_costs_its_victim_and_the_worker_is_told_to_stop_it(pool: WorkerPool, dial: Dial) -> None:

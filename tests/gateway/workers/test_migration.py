@@ -15,7 +15,8 @@ from octavo.gateway.workers.link import PeerFull
 from octavo.gateway.workers.views import LostReason
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Cancel, Leaving, Run, WireFinishReason
-from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, submit, until
+from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, submit
+from tests.support.waiting import until
 
 Served = tuple[WorkerPool, list[FakeWorker]]
 

@@ -14,8 +14,8 @@ from tests.support.gateway.workers import (
     register,
     request,
     submit,
-    until,
 )
+from tests.support.waiting import until
 
 EPOCH = "e" * 32
 

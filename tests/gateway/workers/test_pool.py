@@ -41,8 +41,8 @@ from tests.support.gateway.workers import (
     pool_config,
     request,
     submit,
-    until,
 )
+from tests.support.waiting import until
 
 
 def stop_the_loop(for_s: float) -> None:

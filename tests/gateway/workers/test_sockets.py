@@ -9,7 +9,8 @@ from octavo.gateway.workers import WorkerPool
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.messages import Refused
 from octavo.wire.run_dir import RunDirError
-from tests.support.gateway.workers import Dial, FakeWorker, finished, open_one, open_pool, pool_config, until
+from tests.support.gateway.workers import Dial, FakeWorker, finished, open_one, open_pool, pool_config
+from tests.support.waiting import until
 
 
 async def test_an_open_run_directory_stops_the_start(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from octavo.wire.messages import (
     WireFinishReason,
 )
 from octavo.wire.options import new_dealer
+from tests.support.waiting import WAIT_S, until
 
 FILES = {"tokenizer.json": b"{}"}
-WAIT_S = 60.0  # for what comes: a busy machine is no fault
 PROMPT = np.array([1, 2, 3], np.int32)
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -138,13 +138,6 @@ class RecordingSink:
         async with asyncio.timeout(timeout_s):
             await self.done.wait()
         return self.ends[0]
-
-
-async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
-    """Wait until a callable gives something true."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  (what is waited for has no event)
-            await asyncio.sleep(0.005)
 
 
 def pool_config(folder: Path, **changes: object) -> WorkerPoolConfig:
