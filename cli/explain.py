@@ -70,7 +70,8 @@ def explain(error: BaseException) -> CliError:
             "a port is busy", str(error), "choose another with --port, --metrics-port or --worker-metrics-port"
         )
     if all(hasattr(error, part) for part in ("what", "numbers", "change")):  # they already come in three parts
-        return CliError(error.what, error.numbers, error.change)  # type: ignore[attr-defined]
+        exit_code = getattr(error, "exit_code", 1)
+        return CliError(error.what, error.numbers, error.change, exit_code)  # type: ignore[attr-defined]
     for kind in type(error).__mro__:
         if kind.__name__ in _KNOWN:
             what, change = _KNOWN[kind.__name__]

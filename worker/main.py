@@ -134,7 +134,7 @@ def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     let_threads_sleep()
     if config.cpu_isa is not None:
         os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
-    importlib.import_module("octavo.model")  # before torch: it hides instructions from it
+    importlib.import_module("octavo.model.cpu.isa").hide_instructions()  # before torch computes
     from octavo.worker.loading.group import load_group  # torch: only where it is wanted
 
     return load_group(config, on_progress)

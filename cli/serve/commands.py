@@ -1,5 +1,7 @@
 """The commands that run the service: serve, gateway, worker, and openai, which serve starts."""
 
+import os
+
 import typer
 
 from octavo.cli.help import PlainCommand
@@ -67,12 +69,24 @@ def openai(resolved: Resolved[FrontSettings]) -> int:
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
-    from octavo.cli.serve.preflight import check_device_here, check_model, check_numbers, warn_of_variables
+    from octavo.cli.serve.preflight import (
+        check_device_here,
+        check_isa,
+        check_model,
+        check_numbers,
+        check_ranks_have_a_model,
+        warn_of_variables,
+    )
+    from octavo.cli.settings.setting import variable_of
     from octavo.cli.settings.worker_config import only_model, worker_config
     from octavo.worker.main import main
 
     warn_of_variables()
+    check_ranks_have_a_model(resolved.settings)
     if resolved.settings.runner == "torch":
+        # The first look at a checkpoint hides instructions from torch, for this process and those that it starts.
+        os.environ[variable_of("cpu_isa")] = resolved.settings.cpu_isa
+        check_isa(resolved.settings.cpu_isa)
         check_device_here(resolved.settings.device)
         check_numbers(resolved.settings)
         check_model(only_model(resolved.settings), resolved.settings)

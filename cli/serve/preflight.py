@@ -4,6 +4,7 @@ A mistake that every worker would die of costs a second here, and a quarter of a
 """
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -68,17 +69,13 @@ parts = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") 
 print(about["__version__"], about["cuda"] or "no", len(parts) if parts and count.value else count.value)
 """  # importing torch takes seconds; and a process sees one part of a GPU at most, each of its children another
 # With torch, which the supervisor has no other use for.
-_CUT = """import sys
+_CUT = """import json, sys
 from pathlib import Path
-from octavo.worker.loading.group import check_cut
-def why_not(size):
-    try:
-        check_cut(Path(sys.argv[1]), size)
-    except ValueError as error:
-        return str(error)
-    return ""
-print(why_not(int(sys.argv[2])).partition("config.json: ")[2])
-print(*(size for size in (8, 4, 2, 1) if not why_not(size)))
+from octavo.worker.loading.group import CannotBeCut, check_cut
+try:
+    check_cut(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+except CannotBeCut as error:
+    print(json.dumps([error.what, error.numbers, error.change]))
 """
 
 
@@ -86,12 +83,17 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
     """Models and device. Raises CliError, CheckpointError, CardError."""
     check_device(settings.device)
     check_group_devices(settings)
-    if settings.runner != "torch" and settings.tensor_parallel_size > 1:
-        numbers = f"--tensor-parallel-size is {settings.tensor_parallel_size}, and the oracle has none"
-        raise usage("there is no model to cut into parts", numbers, "leave it out, or --runner oracle")
+    check_ranks_have_a_model(settings)
     if settings.runner == "torch":
         check_isa(settings.cpu_isa)
         _check_models(settings.model, settings)
+
+
+def check_ranks_have_a_model(settings: ServeSettings | WorkerSettings) -> None:
+    """Raises CliError where there are several ranks of no model."""
+    if settings.runner != "torch" and settings.tensor_parallel_size > 1:
+        numbers = f"--tensor-parallel-size is {settings.tensor_parallel_size}, and the oracle has none"
+        raise usage("there is no model to cut into parts", numbers, "leave it or --runner oracle out")
 
 
 def check_peers(settings: ServeSettings) -> None:
@@ -348,12 +350,10 @@ def _check_cut(folder: Path | None, model: str, settings: ServeSettings | Worker
     size = settings.tensor_parallel_size
     if size == 1 or folder is None:
         return
-    command = [sys.executable, "-P", "-c", _CUT, str(folder), str(size)]
+    command = [sys.executable, "-P", "-c", _CUT, str(folder), str(size), split_model(model)[1]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    why, _, able = done.stdout.partition("\n")
-    if done.returncode == 0 and why:  # else the worker has its own word for it
-        numbers = f"--tensor-parallel-size is {size}, and of {split_model(model)[1]} {why}"
-        raise usage("a model cannot be cut into so many parts", numbers, f"give {' or '.join(able.split())}")
+    if done.returncode == 0 and done.stdout:  # else the worker has its own word for it
+        raise usage(*json.loads(done.stdout))
 
 
 def too_few_blocks(num_blocks: int, block_size: int, longest: int) -> CliError:

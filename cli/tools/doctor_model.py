@@ -48,20 +48,19 @@ def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
         return _check_download(checkpoint, settings.revision)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     good = Finding(name="checkpoint", verdict=Verdict.GOOD, detail=f"{folder}, {_gib(num_bytes)} of weights")
-    return [good, *_check_cut(folder, settings.tensor_parallel_size), _check_room(num_bytes, settings)]
+    return [good, *_check_cut(folder, checkpoint, settings.tensor_parallel_size), _check_room(num_bytes, settings)]
 
 
-def _check_cut(folder: Path, size: int) -> list[Finding]:
+def _check_cut(folder: Path, checkpoint: str, size: int) -> list[Finding]:
     """Nothing where a worker has one rank."""
     if size == 1:
         return []
-    from octavo.worker.loading.group import check_cut
+    from octavo.worker.loading.group import CannotBeCut, check_cut
 
     try:
-        check_cut(folder, size)
-    except ValueError as error:
-        advice = "choose a size that divides them: 2, 4 or 8"
-        return [Finding(name="cut", verdict=Verdict.BAD, detail=str(error), advice=advice)]
+        check_cut(folder, size, checkpoint)
+    except CannotBeCut as error:
+        return [Finding(name="cut", verdict=Verdict.BAD, detail=str(error), advice=error.change)]
     return [Finding(name="cut", verdict=Verdict.GOOD, detail=f"{folder.name} can be cut into {size} ranks")]
 
 

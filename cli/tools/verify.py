@@ -28,7 +28,7 @@ from octavo.model.verify.served import MISTAKE, ServedPass, ServedRow, judge
 from octavo.model.verify.verify import VerifyReport, find_numeric_fault, verify_checkpoint
 from octavo.wire.logs import configure_logs
 from octavo.worker.config import Deterministic, WorkerConfig
-from octavo.worker.loading.group import load_group
+from octavo.worker.loading.group import check_cut, load_group
 from octavo.worker.loading.memory import available_host_bytes
 from octavo.worker.loading.model_card import Described, describe
 from octavo.worker.loading.verification import blocks_wanted, serve_known_tokens
@@ -69,6 +69,7 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
     check_device_here(served.device)
     console, start_s = Console(), time.monotonic()
     folder = resolve_checkpoint(served.model, revision=served.revision)
+    check_cut(folder, served.tensor_parallel_size, served.model)
     config = load_config(folder)
     verdicts: list[bool] = []
     if (why := _why_no_layers(config)) is None:

@@ -63,6 +63,8 @@ _HIDDEN = {
 class CpuIsaError(ValueError):
     """OCTAVO_CPU_ISA says what there is not, or what this CPU has not. In three parts, as command lines show errors."""
 
+    exit_code = 2
+
     def __init__(self, numbers: str, change: str) -> None:
         super().__init__(f"{numbers}; {change}")
         self.what, self.numbers, self.change = "bad value for --cpu-isa", numbers, change

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -205,7 +205,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         revision=config.revision,
         on_progress=lambda done, total: on_progress("downloading", done, total),
     )
-    check_cut(folder, config.tensor_parallel_size)
+    check_cut(folder, config.tensor_parallel_size, config.model)
     config = replace(config, served_name=config.served_name or served_name(config.model), model=str(folder))
     ending = ExitStack()
     with ExitStack() as stack:
@@ -280,13 +280,33 @@ def check_gpus(device: str, size: int) -> None:
         raise ValueError(f"tensor_parallel_size {size} needs a GPU for each rank, and torch sees {count}")
 
 
-def check_cut(folder: Path, size: int) -> None:
-    """Raises ValueError where the checkpoint cannot be cut into so many parts."""
+class CannotBeCut(ValueError):
+    """A model has no whole part for each rank. In three parts, as command lines show errors."""
+
+    exit_code = 2
+
+    def __init__(self, model: str, size: int, why: str, sizes: Sequence[int]) -> None:
+        """sizes: those that it can be cut into."""
+        super().__init__(f"tensor_parallel_size {size} does not fit the model: {why}")
+        self.what = "a model cannot be cut into so many parts"
+        self.numbers = f"--tensor-parallel-size is {size}, and of {model} {why.removeprefix('config.json: ')}"
+        self.change = f"give {' or '.join(map(str, sizes))}"
+
+
+def check_cut(folder: Path, size: int, model: str) -> None:
+    """Raises CannotBeCut where the checkpoint cannot be cut into so many parts. model: as it was asked for."""
     model_config = load_config(folder)
-    try:
-        config_of_rank(model_config, size)
-    except ConfigError as error:
-        raise ValueError(f"tensor_parallel_size {size} does not fit the model: {error}") from error
+
+    def why_not(size: int) -> str:
+        try:
+            config_of_rank(model_config, size)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    if why := why_not(size):
+        sizes = [each for each in range(model_config.num_attention_heads, 0, -1) if not why_not(each)]
+        raise CannotBeCut(model, size, why, sizes)
 
 
 def main() -> int:

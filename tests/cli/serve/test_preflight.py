@@ -1,9 +1,11 @@
 """Mistakes that are seen before a process is started, and what people read then."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,62 @@ def test_more_ranks_than_gpus_are_told_before_anything_starts(
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_can_share_a_model_are_not_refused(size: int) -> None:
     check_workers(ServeSettings(tensor_parallel_size=size, device="cpu"))
+
+
+@pytest.mark.parametrize("command", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("changes", "size", "told"),
+    [
+        ({"vocab_size": 6146}, 3, "vocab_size: 6146 cannot be divided among 3 tensor-parallel ranks → give 2 or 1"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 768},
+            2,
+            "num_key_value_heads: 3 can neither be divided among 2 tensor-parallel ranks nor repeated → give 12 or 6 or "
+            "3 or 1",
+        ),
+    ],
+)
+def test_a_size_that_does_not_fit_is_told_with_those_that_do(
+    command: str, changes: dict[str, int], size: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("octavo.worker.main.configure_logs", lambda *args: None)
+    monkeypatch.setattr("octavo.worker.main.Shutdown.install", lambda self: None)
+    monkeypatch.setattr("octavo.worker.main.let_threads_sleep", lambda: None)
+    folder = checkpoint(tmp_path / "own", **{"intermediate_size": 768} | changes)
+    flags = ["--model", str(folder), "--tensor-parallel-size", str(size), "--device", "cpu"]
+    alone = ["--gateway-endpoint", f"ipc://{tmp_path}/x.sock"] if command == "worker" else ["--port", "0"]
+    assert main([command, *flags, *alone]) == 2
+    shown = lines(capsys)[-3:]
+    assert shown[0] == "error: a model cannot be cut into so many parts"
+    assert " ".join(shown[1:]) == f"--tensor-parallel-size is {size}, and of {folder} {told}"
+
+
+LOOK = """import os, sys, types
+from octavo.cli.main import main
+def load_group(config, on_progress):
+    import torch
+    print("ONEDNN_MAX_CPU_ISA" in os.environ, torch.backends.cpu.get_cpu_capability(), flush=True)
+    os._exit(0)
+sys.modules["octavo.worker.loading.group"] = types.SimpleNamespace(load_group=load_group)
+if sys.argv[1] == "planted":
+    from octavo.model.cpu import isa
+    isa.machine_isa = lambda: isa.Isa.AMX
+sys.exit(main(["worker", *sys.argv[2:]]))
+"""
+
+
+def test_a_flag_hides_instructions_from_torch_and_overrides_the_variable(tmp_path: Path) -> None:
+    def seen(variable: str, *arguments: str) -> list[str]:
+        flags = ("--device=cpu", f"--gateway-endpoint=ipc://{tmp_path}/x.sock")
+        environment = {**os.environ, variable_of("cpu_isa"): variable}
+        command = [sys.executable, "-c", LOOK, *arguments, *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-1].split()
+
+    hidden, capability = seen("auto", "planted", "--cpu-isa=avx2")
+    assert (hidden, capability in ("AVX2", "DEFAULT", "NO")) == ("True", True)
+    assert seen("avx2", "as it is", "--cpu-isa=auto")[0] == "False"
 
 
 def test_attention_backends_are_those_that_there_are() -> None:

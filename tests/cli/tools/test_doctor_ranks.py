@@ -112,3 +112,4 @@ def test_a_model_that_cannot_be_cut_is_told(tmp_path: Path) -> None:
     (bad,) = cut_of(3)
     assert bad.verdict is Verdict.BAD
     assert bad.detail.startswith("tensor_parallel_size 3 does not fit the model: config.json: num_attention_heads: 4")
+    assert bad.advice == "give 4 or 2 or 1"
