@@ -209,8 +209,8 @@ def test_ranks_that_can_share_a_model_are_not_refused(size: int) -> None:
         (
             {"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 768},
             2,
-            "num_key_value_heads: 3 can neither be divided among 2 tensor-parallel ranks nor repeated → give 12 or 6 or "
-            "3 or 1",
+            "num_key_value_heads: 3 can neither be divided among 2 tensor-parallel ranks nor repeated → "
+            "give 12 or 6 or 3 or 1",
         ),
     ],
 )
