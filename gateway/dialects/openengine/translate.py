@@ -170,6 +170,8 @@ def _is_integer(text: str, low: int, high: int) -> bool:
 
 def _violations(request: oe.GenerateRequest) -> Iterator[Violation]:
     yield from unserved(request, _REFUSED, opaque=_WHOLE)
+    if request.WhichOneof("input") is None:
+        yield unset_choice(request, "input")
     sampling, response, guided = request.sampling, request.response, request.guided
     if sampling.HasField("top_k") and sampling.top_k < -1:
         yield Violation(field="sampling.top_k", description=f"must be -1 or more, not {sampling.top_k}")

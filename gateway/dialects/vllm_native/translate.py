@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import raise_if_any
+from octavo.gateway.validation.fields import raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_generate
 from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
 from octavo.v1 import common_pb2
@@ -92,6 +92,8 @@ def in_callers_names(error: InvalidRequest) -> InvalidRequest:
 
 def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
     yield from unserved(request, _REFUSED)
+    if request.WhichOneof("prompt") is None:
+        yield unset_choice(request, "prompt")
     response = request.response
     for what in ("prompt", "output"):
         if response.HasField(f"{what}_candidates") and not getattr(response, f"{what}_logprobs"):  # type: ignore[arg-type]

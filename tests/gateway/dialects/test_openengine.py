@@ -176,7 +176,7 @@ async def test_errors_are_a_status_before_a_worker_has_the_request_and_one_event
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"token_ids": None}, "prompt"),
+    ({"token_ids": None}, "input"),
     ({"request_id": "a b"}, "request_id"),
     ({"media": [oe.MediaItem(url="http://a")]}, "media"),
     ({"lora_name": "a"}, "lora_name"),
@@ -244,6 +244,12 @@ async def test_what_is_not_served_is_refused_by_its_name(serve: Any, fields: dic
         refusal = await refused(inference(served).Generate(request(**fields)))
     assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
     assert refusal.fields == (path,)
+
+
+async def test_what_can_be_the_prompt_is_told_in_this_contracts_words(serve: Any) -> None:
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        refusal = await refused(inference(served).Generate(request(token_ids=None)))
+    assert refusal.message == "input: one of prompt, token_ids must be set"
 
 
 async def test_fields_and_metadata_of_later_revisions_are_refused_by_name(serve: Any) -> None:

@@ -226,6 +226,12 @@ async def test_what_is_not_served_is_refused_by_its_name(serve: Any, fields: dic
     assert path in refusal.fields
 
 
+async def test_what_can_be_the_prompt_is_told_in_this_contracts_words(serve: Any) -> None:
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        refusal = await refused(inference(served).Generate(request(token_ids=None)))
+    assert refusal.message == "prompt: one of text, token_ids must be set"
+
+
 async def test_connector_parameters_and_later_fields_are_refused(serve: Any) -> None:
     transfer = request()
     transfer.kv.kv_transfer_params.update({"do_remote_decode": True})
