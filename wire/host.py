@@ -1,5 +1,5 @@
-"""A process and its host: whether two processes share a host, how many descriptors one may have, how its threads wait,
-and with which other process it ends."""
+"""A process and its host: whether two processes share a host, how many descriptors and cores one may have, how its
+threads wait, and with which other process it ends."""
 
 import ctypes
 import os
@@ -32,6 +32,23 @@ def raise_descriptor_limit() -> int:
         return soft if soft != resource.RLIM_INFINITY else MAX_DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroups: Path = _CGROUPS) -> int:
+    """Cores that this process may run on at once: those of its affinity, or what the container's quota leaves."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        try:
+            granted, period = (cgroups / "cpu.max").read_text().split()
+        except FileNotFoundError:  # the first version of cgroups
+            granted, period = ((cgroups / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        quota = int(granted) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # "max": no quota
+        return cores
+    return cores if quota < 0 else max(1, min(cores, round(quota)))
 
 
 def let_threads_sleep() -> None:

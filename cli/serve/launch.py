@@ -47,16 +47,6 @@ def choose_gateways(num_cores: int, *, num_workers: int, on_gpu: bool) -> int:
     return min(max(cores // CORES_PER_GATEWAY, 1), MOST_GATEWAYS)
 
 
-def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may run on at once: those of its affinity, or what the container's quota leaves."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        granted, period = quota.read_text().split()
-        return max(1, min(cores, round(int(granted) / int(period))))
-    except (OSError, ValueError, ZeroDivisionError):  # "max": no quota
-        return cores
-
-
 @contextmanager
 def run_folder(given: Path | None) -> Iterator[Path]:
     """The folder given, checked (and left where it is), or a new one that is removed at the end.

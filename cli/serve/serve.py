@@ -34,7 +34,6 @@ from octavo.cli.serve.launch import (
     run_folder,
     shares_port,
     supervisor_socket,
-    usable_cores,
     write_settings,
 )
 from octavo.cli.serve.placement import Board
@@ -59,6 +58,7 @@ from octavo.cli.settings.gateway_config import check_access, join_address, reach
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
 from octavo.cli.whole_file import write_whole
+from octavo.wire.host import usable_cores
 
 
 def serve(settings: ServeSettings) -> int:

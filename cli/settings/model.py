@@ -75,7 +75,11 @@ class ModelSettings(Settings):
     max_model_len: int | None = setting(
         None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1
     )
-    num_threads: int | None = setting(None, "CPU threads of the model; unset: torch decides", panel="Model", ge=1)
+    num_threads: int | None = setting(
+        None,
+        "CPU threads of each rank; unset: the cores that a worker may use, divided among its ranks",
+        panel="Model", ge=1,
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
         1,
         "Processes of a worker that compute each step together, each with a part of the weights, and with a GPU of its "

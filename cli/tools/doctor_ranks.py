@@ -1,9 +1,9 @@
 """The check of `octavo doctor` for --tensor-parallel-size: are there devices for the ranks, can they reach each other,
 and how fast do they add?"""
 
-from octavo.cli.serve.launch import usable_cores
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor_checks import Finding, Verdict
+from octavo.wire.host import usable_cores
 
 NAME = "ranks"
 SLOW_SUM_S = 0.002

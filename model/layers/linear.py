@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from octavo.model.cpu.isa import bound
-from octavo.model.cpu.native import integer_arithmetic, kernels_arithmetic, why_missing
+from octavo.model.cpu.native import integer_arithmetic, kernels_arithmetic, native_library, why_missing
 from octavo.model.cpu.products import (
     Layout,
     PanelWeight,
@@ -151,15 +151,22 @@ class Linear(nn.Module):
         return 0 if self._packed is None else self._packed.num_bytes
 
 
+def _wanting(weight: torch.Tensor) -> str:
+    """What is not there for the compiled products to take this weight."""
+    if weight.dtype != torch.bfloat16:
+        return f"a bf16 model, and this one computes in {str(weight.dtype).removeprefix('torch.')}: --dtype bfloat16"
+    if native_library() is None:
+        return f"compiled kernels: {why_missing() or 'OCTAVO_NATIVE is off'}"
+    return f"even numbers of inputs, and a matrix has {weight.shape[1]}"
+
+
 def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat) -> Packed | None:
     """The best layout here; None where that is the plain one."""
     if wanted is WeightFormat.FP8:
         raise FormatUnavailable("fp8 weights need a CUDA device of compute capability 8.9 or more; a CPU has int8")
     if wanted is not WeightFormat.BF16:
         if not can_panel(weight):
-            raise FormatUnavailable(
-                "int8 weights on a CPU need a bf16 model and a C compiler (cc), and OCTAVO_NATIVE not off"
-            )
+            raise FormatUnavailable(f"int8 weights on a CPU need {_wanting(weight)}")
         if wanted is WeightFormat.INT8 and multiplies_integers():
             return pack_int8_rounding(weight, bias)
         return pack_int8(weight, bias)

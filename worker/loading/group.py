@@ -33,7 +33,7 @@ from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.errors import ConfigError
 from octavo.model.parallel import Ranks, abort, config_of_rank, has_device_sums, join_ranks
-from octavo.wire.host import die_with
+from octavo.wire.host import die_with, usable_cores
 from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import temporary_folder
 from octavo.worker.config import RunnerKind, WorkerConfig
@@ -262,10 +262,11 @@ def check_group(config: WorkerConfig) -> None:
 
 def notes_on_cores(size: int) -> tuple[str, ...]:
     """What an operator should know of ranks on CPUs, in a sentence."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if size <= cores:
         return ()
-    return (f"{size} tensor-parallel ranks share {cores} cores: steps wait for each other, fewer ranks are faster",)
+    share = f"{cores} core{'s' * (cores > 1)}"
+    return (f"{size} tensor-parallel ranks share {share}: steps wait for each other, fewer ranks are faster",)
 
 
 def check_gpus(device: str, size: int) -> None:

@@ -4,6 +4,7 @@ Knows torch and the model, and nothing of sockets or requests.
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invar
 from octavo.model.numerics import NumericFinding, default_limit
 from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
+from octavo.wire.host import usable_cores
 from octavo.worker.config import CheckNumerics, Deterministic, LoadFormat, SchedulerConfig, WorkerConfig
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
@@ -135,10 +137,8 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
         if ranks.rank == 0:
             read_ahead(mapped_libraries())
     prefer_huge_pages()
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    elif ranks.size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
+    if (num_threads := _num_threads(config, ranks)) != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
     folder = _resolve(config, on_progress)
     described = describe(folder)
     make_runner = _make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
@@ -147,6 +147,17 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
     runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
     scheduler = replace(scheduler, max_chunks=runner.max_chunks, attended_share=model.config.attended_share)
     return Prepared(runner=runner, model=model, described=described, scheduler=scheduler)
+
+
+def _num_threads(config: WorkerConfig, ranks: Ranks) -> int:
+    """Those that were asked for, else this rank's part of the cores: torch counts all that it sees, of which a
+    container's quota may leave fewer."""
+    if config.num_threads is not None:
+        return config.num_threads
+    cores = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = min(cores, usable_cores())
+    return max(1, cores // ranks.size)
 
 
 def _device(config: WorkerConfig, model: CausalLM) -> str:

@@ -169,11 +169,15 @@ def available_host_bytes(cgroup: Path = _CGROUP) -> int:
     """Free memory for a process on this host: what the kernel calls available, or what the container's limit leaves,
     the smaller of the two."""
     available = int(psutil.virtual_memory().available)
-    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
+    if (cgroup / "memory").is_dir():  # the first version of cgroups
+        cgroup /= "memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    else:
+        names = ("memory.max", "memory.current", "inactive_file")
+    limit, used = (_read_number(cgroup / name) for name in names[:2])
     if limit is None or used is None:
         return available
-    reclaimable = _inactive_file_bytes(cgroup / "memory.stat")
-    return min(available, max(limit - used + reclaimable, 0))
+    return min(available, max(limit - used + _given_back(cgroup / "memory.stat", names[2]), 0))
 
 
 def _read_number(path: Path) -> int | None:
@@ -184,11 +188,11 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
-def _inactive_file_bytes(path: Path) -> int:
-    """Page cache that the kernel gives back before it refuses memory."""
+def _given_back(path: Path, name: str) -> int:
+    """Bytes of page cache that the kernel gives back before it refuses memory."""
     try:
         fields = dict(line.split() for line in path.read_text().splitlines())
-        return int(fields.get("inactive_file", 0))
+        return int(fields.get(name, 0))
     except (OSError, ValueError):
         return 0
 

@@ -1,4 +1,3 @@
-import os
 import stat
 import sys
 import tomllib
@@ -15,7 +14,6 @@ from octavo.cli.serve.launch import (
     environment,
     metrics_ports,
     plan_processes,
-    usable_cores,
     write_settings,
 )
 from octavo.cli.serve.parent import PARENT_VARIABLE
@@ -109,14 +107,6 @@ def test_the_first_gateway_has_the_page_of_the_service() -> None:
 )
 def test_gateways_follow_from_cores_and_device(cores: int, workers: int, on_gpu: bool, wanted: int) -> None:
     assert choose_gateways(cores, num_workers=workers, on_gpu=on_gpu) == wanted
-
-
-def test_a_containers_quota_limits_the_cores(tmp_path: Path) -> None:
-    every, quota = len(os.sched_getaffinity(0)), tmp_path / "cpu.max"
-    for text, wanted in (("max 100000", every), ("100000 100000", 1), ("20000 100000", 1), (f"{10**9} 100000", every)):
-        quota.write_text(text)
-        assert usable_cores(quota) == wanted
-    assert usable_cores(tmp_path / "none") == every
 
 
 def test_one_gateway_has_the_port_to_itself() -> None:

@@ -113,3 +113,14 @@ def test_without_a_container_limit_the_host_decides(tmp_path: Path, limit: str |
         (tmp_path / "memory.max").write_text(limit)
         (tmp_path / "memory.current").write_text("5")
     assert available_host_bytes(tmp_path) > 1 << 24
+
+
+def test_a_limit_of_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("1000000\n")
+    (folder / "memory.usage_in_bytes").write_text("700000\n")
+    (folder / "memory.stat").write_text("inactive_file 5\ntotal_inactive_file 100000\n")
+    assert available_host_bytes(tmp_path) == 400_000
+    (folder / "memory.limit_in_bytes").write_text(f"{0x7FFFFFFFFFFFF000}\n")  # none
+    assert available_host_bytes(tmp_path) > 1 << 24

@@ -8,6 +8,7 @@ import torch
 from octavo.model import load_model, resolve_checkpoint
 from octavo.model.cpu.products import can_panel, multiplies_integers
 from octavo.model.errors import ConfigError
+from octavo.model.layers import linear
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.config import Deterministic, WorkerConfig
 from octavo.worker.loading.loaded import Loaded
@@ -129,3 +130,22 @@ def test_heads_that_the_cuda_kernels_have_no_tiles_for_are_refused_with_what_ser
         load_torch(config, lambda stage, done, total: None)
     check_head_dim(48, has_cuda_runner=False)
     check_head_dim(64, has_cuda_runner=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "reason", "message"),
+    [
+        (torch.float32, 8, None, "need a bf16 model, and this one computes in float32: --dtype bfloat16"),
+        (torch.bfloat16, 8, "/x cannot be written", "need compiled kernels: /x cannot be written"),
+        (torch.bfloat16, 8, None, "need compiled kernels: OCTAVO_NATIVE is off"),
+        (torch.bfloat16, 7, "", "need even numbers of inputs, and a matrix has 7"),
+    ],
+)
+def test_why_a_cpu_cannot_have_int8_weights_is_told(
+    dtype: torch.dtype, inputs: int, reason: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "can_panel", lambda weight: False)
+    monkeypatch.setattr(linear, "why_missing", lambda: reason)
+    monkeypatch.setattr(linear, "native_library", lambda: None if reason != "" else object(), raising=False)
+    with pytest.raises(FormatUnavailable, match=message):
+        linear.packed(torch.zeros(4, inputs, dtype=dtype), None, WeightFormat.INT8)
