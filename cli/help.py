@@ -7,6 +7,7 @@ Must not know any particular command.
 import inspect
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -64,7 +65,10 @@ def _panels(command: Any, ctx: Any) -> list[Panel]:
 
 def _row(parameter: Any, ctx: Any) -> Row:
     flags, text = parameter.get_help_record(ctx) or (parameter.make_metavar(ctx), parameter.help or "")
-    return flags.replace("<list[str]>", "<str>"), text
+    type_alone = re.sub(
+        r"<(?:list\[)?(\w+)(?:\]| range)>", r"<\1>", flags
+    )  # that it repeats or is bounded is said in words
+    return type_alone, text
 
 
 def _commands(group: Any, ctx: Any) -> list[Panel]:

@@ -88,6 +88,7 @@ def test_help_fits_the_terminal_and_cuts_nothing(
     assert main([*path, "--help"]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown
+    assert re.findall(r"<list\[\w+\]>|<\w+ range>", shown) == []  # such words are Python's
     assert shown.startswith(" ".join(["Usage: octavo", *path]))
     too_long = [line for line in shown.splitlines() if len(line) > columns]
     assert [line for line in too_long if len(line.split()) > 1] == []
