@@ -65,10 +65,9 @@ def _panels(command: Any, ctx: Any) -> list[Panel]:
 
 def _row(parameter: Any, ctx: Any) -> Row:
     flags, text = parameter.get_help_record(ctx) or (parameter.make_metavar(ctx), parameter.help or "")
-    type_alone = re.sub(
-        r"<(?:list\[)?(\w+)(?:\]| range)>", r"<\1>", flags
-    )  # that it repeats or is bounded is said in words
-    return type_alone, text
+    # Python's words for what repeats, or has bounds; both are said beside it.
+    flags = re.sub(r"<(?:list\[)?(\w+)(?:\]| range)>", r"<\1>", flags)
+    return flags, text
 
 
 def _commands(group: Any, ctx: Any) -> list[Panel]:
