@@ -69,12 +69,14 @@ def _how(row: Row, figures: dict[str, Any]) -> str:
 
 
 def _figures(row: Row, figures: dict[str, Any]) -> str:
-    lines = []
-    for key in row.figures:
-        if key in figures:
-            shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures[key]["figures"].items())
-            lines.append(shown)
-    return "<br>".join(lines)
+    found = (figures[key]["figures"] for key in row.figures if key in figures)
+    return "<br>".join(", ".join(f"{name.replace('_', ' ')} {_shown(each[name])}" for name in each) for each in found)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name}: {number}" for name, number in value.items()) + ")"
+    return str(value)
 
 
 def _where(figures: dict[str, Any]) -> str:
