@@ -99,7 +99,9 @@ class Gateway:
         self.submitter = Submitter(self._collaborators, receipt_timeout_s=config.stop_receipt_timeout_s)
         self.embedder = Embedder(self._collaborators)
         self.reloader = AccessReloader(config.access)
-        self._limiter = ConnectionLimiter(connection_limits(config.connection, descriptor_limit()), self.tracker.peers)
+        self._limiter = ConnectionLimiter(
+            connection_limits(config.connection, descriptor_limit()), self.tracker.connections
+        )
         self.collector = GatewayCollector(
             self.meters,
             lambda: getattr(self.pool, "stats", None),

@@ -20,7 +20,7 @@ from octavo.gateway.requests.token_bucket import NotEnough, TokenBucket
 from octavo.wire.peer_messages import TenantUse
 
 _NS_PER_MS = 1_000_000
-MAX_KNOWN_PEERS = 16_384
+MAX_KNOWN_CONNECTIONS = 16_384
 _UNLIMITED = TenantLimits()
 
 
@@ -324,8 +324,9 @@ class Admission:
         return self._placed.get(worker_id, 0)
 
 
-class Peers:
-    """Which peers have requests in flight, and in which order the others last had one. Peers as gRPC calls them."""
+class ConnectionsInUse:
+    """Which connections have requests in flight, and in which order the others last had one. A connection is named by
+    its peer, as gRPC has it."""
 
     def __init__(self) -> None:
         self._in_flight: Counter[str] = Counter()
@@ -354,5 +355,5 @@ class Peers:
     def _touch(self, peer: str) -> None:
         self._last_used.pop(peer, None)
         self._last_used[peer] = None
-        if len(self._last_used) > MAX_KNOWN_PEERS:
+        if len(self._last_used) > MAX_KNOWN_CONNECTIONS:
             del self._last_used[next(iter(self._last_used))]

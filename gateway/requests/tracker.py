@@ -18,7 +18,7 @@ from octavo.gateway.auth.authenticator import id_in, is_of_tenant
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowConsumer, TenantLimit
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
-from octavo.gateway.requests.admission import Admission, Peers, TenantQuotas
+from octavo.gateway.requests.admission import Admission, ConnectionsInUse, TenantQuotas
 from octavo.gateway.requests.spans import trace_request
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Piece
@@ -208,7 +208,7 @@ class RequestTracker:
     def __init__(self, *, pool: WorkerPool, limits: RequestLimits, meters: GatewayMeters) -> None:
         self.admission = Admission(max_requests=limits.max_requests, max_service_requests=limits.max_service_requests)
         self.quotas = TenantQuotas()
-        self.peers = Peers()
+        self.connections = ConnectionsInUse()
         self.is_draining = False
         self.write_stall_s = limits.write_stall_s
         self._pool = pool
@@ -250,7 +250,7 @@ class RequestTracker:
         key, place = scope.key, Place(current_task(), scope, num_outputs)
         self.admission.enter(key, num_outputs=num_outputs)
         self._peer_of[key] = scope.peer
-        self.peers.begin(scope.peer)
+        self.connections.begin(scope.peer)
         self._preparing[key] = place
         try:
             self.quotas.enter(key, scope.caller, _now_ns(), num_outputs=num_outputs)
@@ -382,7 +382,7 @@ class RequestTracker:
     def _leave(self, key: str, *, num_used: int) -> None:
         self.admission.leave(key)
         if (peer := self._peer_of.pop(key, None)) is not None:
-            self.peers.end(peer)
+            self.connections.end(peer)
         self.quotas.leave(key, num_used=num_used, now_ns=_now_ns())
 
 

@@ -187,8 +187,8 @@ def _plain(host: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-class PeerUse(Protocol):
-    """Which peers use their connections. Peers as gRPC calls them."""
+class ConnectionUse(Protocol):
+    """Which connections are used. One is named by its peer, as gRPC has it."""
 
     def busy(self) -> list[str]:
         """Those with requests in flight."""
@@ -245,7 +245,7 @@ class ConnectionLimiter:
     """Keeps one listener within its limits. closed: connections closed here, by reason; all reasons are there from the
     start. Run it as a task."""
 
-    def __init__(self, limits: ConnectionLimits, use: PeerUse) -> None:
+    def __init__(self, limits: ConnectionLimits, use: ConnectionUse) -> None:
         self.limits = limits
         self.closed: Counter[str] = Counter({reason.value: 0 for reason in Reason})
         self._use = use

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, registry_of
-from octavo.gateway.requests.admission import Peers
+from octavo.gateway.requests.admission import ConnectionsInUse
 from octavo.gateway.rpc.connections import ConnectionLimiter, ConnectionLimits
 from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.messages import Capacity, ModelCard
@@ -38,7 +38,7 @@ def series_names(families: Iterable[Metric]) -> set[str]:
 @pytest.fixture(scope="session")
 def gateway_series() -> set[str]:
     """What a gateway exports."""
-    connections = ConnectionLimiter(ConnectionLimits(total=1, per_peer=1), Peers())
+    connections = ConnectionLimiter(ConnectionLimits(total=1, per_peer=1), ConnectionsInUse())
     collector = GatewayCollector(GatewayMeters(), PoolStats, connections=connections)
     return series_names(registry_of(collector).collect())
 

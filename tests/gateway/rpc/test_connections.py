@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.gateway.config import ConnectionConfig
-from octavo.gateway.requests.admission import Peers
+from octavo.gateway.requests.admission import ConnectionsInUse
 from octavo.gateway.rpc.connections import (
     MAX_BY_DEFAULT,
     Address,
@@ -134,8 +134,8 @@ def test_what_is_left_is_within_the_limits_and_no_request_is_lost_to_the_total(
 
 
 def test_use_is_known_by_its_order_and_for_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.gateway.requests.admission.MAX_KNOWN_PEERS", 3)
-    use = Peers()
+    monkeypatch.setattr("octavo.gateway.requests.admission.MAX_KNOWN_CONNECTIONS", 3)
+    use = ConnectionsInUse()
     for peer in "abca":
         use.begin(peer)
     use.end("b")
