@@ -116,71 +116,87 @@ class Worker:
             self._num_own -= 1
 
 
-def simulate(
-    seed: int, policy: str, *, shape: Shape, room: Room, pace: Pace, num_workers: int = 4, noise_ms: float = 0.0
-) -> dict[str, Any]:
-    """One run."""
-    drawn, noise = random.Random(seed), random.Random(seed + 1)
-    router = POLICIES[policy](num_workers, room)
-    workers = [Worker(n, room, pace, shape.answer, router) for n in range(num_workers)]
-    events: list[tuple[float, int, Callable[[float], None]]] = []
-    order, done = count(), list[Asked]()
+class Simulation:
+    """One run: workers, callers, and what happens next. done: the turns that were answered."""
 
-    def said(bounds: tuple[int, int]) -> list[int]:
-        return [drawn.randrange(1000, 9000) for _ in range(drawn.randint(*bounds))]
+    def __init__(
+        self, seed: int, policy: str, *, shape: Shape, room: Room, pace: Pace, num_workers: int, noise_ms: float
+    ) -> None:
+        self._shape, self._room, self._noise_ms = shape, room, noise_ms
+        self._drawn, self._noise = random.Random(seed), random.Random(seed + 1)
+        self._router = POLICIES[policy](num_workers, room)
+        self.workers = [Worker(n, room, pace, shape.answer, self._router) for n in range(num_workers)]
+        self.done: list[Asked] = []
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
 
-    def at(ms: float, what: Callable[[float], None]) -> None:
-        heapq.heappush(events, (ms, next(order), what))
+    def run(self) -> None:
+        """Until every turn of every conversation is answered."""
+        systems: dict[int, list[int]] = defaultdict(lambda: self._words(SYSTEM_WORDS))
+        self._beat(0.0)
+        for number in range(self._shape.conversations):
+            system = systems[number % self._shape.systems]
+            begin_ms = 1e3 * self._drawn.uniform(0, self._shape.begin_s)
+            self._at(begin_ms, partial(self._ask, number, 0, system))
+        while len(self.done) < self._shape.conversations * self._shape.turns:
+            now_ms, _, what = heapq.heappop(self._events)
+            what(now_ms)
 
-    def ask(conversation: int, turn: int, before: list[int], now_ms: float) -> None:
-        token_ids = before + said(QUESTION_WORDS)
+    def _at(self, ms: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (ms, next(self._order), what))
+
+    def _words(self, bounds: tuple[int, int]) -> list[int]:
+        return [self._drawn.randrange(1000, 9000) for _ in range(self._drawn.randint(*bounds))]
+
+    def _ask(self, conversation: int, turn: int, before: list[int], now_ms: float) -> None:
+        token_ids = before + self._words(QUESTION_WORDS)
         asked = Asked(
             conversation=conversation, turn=turn, token_ids=token_ids, num_prompt=len(token_ids), begun_ms=now_ms
         )
-        asked.worker = router.route(asked)
-        workers[asked.worker].waiting.append(asked)
-        start(workers[asked.worker], now_ms)
+        asked.worker = self._router.route(asked)
+        self.workers[asked.worker].waiting.append(asked)
+        self._start_step(self.workers[asked.worker], now_ms)
 
-    def start(worker: Worker, now_ms: float) -> None:
+    def _start_step(self, worker: Worker, now_ms: float) -> None:
         if worker.is_busy or not (worker.waiting or worker.running):
             return
         steps, takes_ms = worker.plan()
         worker.is_busy = True
-        late_ms = noise.expovariate(1 / noise_ms) if noise_ms else 0.0
-        at(now_ms + takes_ms + late_ms, lambda then_ms: end(worker, steps, then_ms))
+        late_ms = self._noise.expovariate(1 / self._noise_ms) if self._noise_ms else 0.0
+        self._at(now_ms + takes_ms + late_ms, partial(self._end_step, worker, steps))
 
-    def end(worker: Worker, steps: Sequence[tuple[Asked, int]], now_ms: float) -> None:
+    def _end_step(self, worker: Worker, steps: Sequence[tuple[Asked, int]], now_ms: float) -> None:
         worker.is_busy = False
         for asked, num_tokens in steps:
             worker.compute(asked, num_tokens)
             if asked.num_said == 1:
                 asked.first_ms = now_ms - asked.begun_ms
-                router.on_first(asked)
-            if asked.num_said == shape.answer:
-                router.on_end(asked)
-                done.append(asked)
-                if asked.turn + 1 < shape.turns:
-                    think_ms = 1e3 * drawn.expovariate(1 / shape.think_s)
-                    again = (asked.conversation, asked.turn + 1, asked.token_ids)
-                    at(now_ms + think_ms, partial(ask, *again))
-        start(worker, now_ms)
+                self._router.on_first(asked)
+            if asked.num_said == self._shape.answer:
+                self._end_turn(asked, now_ms)
+        self._start_step(worker, now_ms)
 
-    def beat(now_ms: float) -> None:
-        router.on_heartbeat([1 - each.num_free / room.num_blocks for each in workers])
-        at(now_ms + HEARTBEAT_MS, beat)
+    def _end_turn(self, asked: Asked, now_ms: float) -> None:
+        self._router.on_end(asked)
+        self.done.append(asked)
+        if asked.turn + 1 < self._shape.turns:
+            think_ms = 1e3 * self._drawn.expovariate(1 / self._shape.think_s)
+            self._at(now_ms + think_ms, partial(self._ask, asked.conversation, asked.turn + 1, asked.token_ids))
 
-    systems: dict[int, list[int]] = defaultdict(lambda: said(SYSTEM_WORDS))
-    beat(0.0)
-    for number in range(shape.conversations):
-        system = systems[number % shape.systems]
-        begin_ms = 1e3 * drawn.uniform(0, shape.begin_s)
-        at(begin_ms, partial(ask, number, 0, system))
-    while len(done) < shape.conversations * shape.turns:
-        now_ms, _, what = heapq.heappop(events)
-        what(now_ms)
-    first_ms, computed = [each.first_ms for each in done], [each.num_computed for each in workers]
+    def _beat(self, now_ms: float) -> None:
+        self._router.on_heartbeat([1 - each.num_free / self._room.num_blocks for each in self.workers])
+        self._at(now_ms + HEARTBEAT_MS, self._beat)
+
+
+def simulate(
+    seed: int, policy: str, *, shape: Shape, room: Room, pace: Pace, num_workers: int = 4, noise_ms: float = 0.0
+) -> dict[str, Any]:
+    """One run's figures."""
+    run = Simulation(seed, policy, shape=shape, room=room, pace=pace, num_workers=num_workers, noise_ms=noise_ms)
+    run.run()
+    first_ms, computed = [each.first_ms for each in run.done], [each.num_computed for each in run.workers]
     return {
-        "hit": sum(each.num_cached for each in done) / sum(each.num_prompt for each in done),
+        "hit": sum(each.num_cached for each in run.done) / sum(each.num_prompt for each in run.done),
         "first_ms_p50": percentile(first_ms, 50),
         "first_ms_p99": percentile(first_ms, 99),
         "busiest_share": max(computed) / sum(computed),
