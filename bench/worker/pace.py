@@ -26,6 +26,8 @@ from octavo.worker.scheduler.plan import StepPlan, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_BATCH_TOKENS = 16, 32_768, 256, 8192
+NUM_BLOCKS = 400_000  # for all at once
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,11 @@ def code(seed: int, *, count: int, rate: float | None, long_share: float = 0.0) 
     ]
 
 
-def simulate(asked: list[Asked], device: Device, **pace: float) -> dict[str, float]:
-    """Serve all; seconds are the device's. Two plans are in flight, as on a GPU."""
-    num_blocks = 400_000
+def scheduler_of(num_requests: int, **pace: float) -> Scheduler:
+    """With room for all of them; two plans are in flight, as on a GPU."""
     blocks = BlockManager(
         BlockManagerConfig(
-            num_blocks=num_blocks,
+            num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_slots=MAX_NUM_SEQS,
             max_blocks_per_slot=blocks_of(MAX_MODEL_LEN, BLOCK_SIZE),
@@ -108,13 +109,18 @@ def simulate(asked: list[Asked], device: Device, **pace: float) -> dict[str, flo
         vocab_size=10_000,
         max_num_seqs=MAX_NUM_SEQS,
         max_batch_tokens=MAX_BATCH_TOKENS,
-        max_waiting=len(asked),
+        max_waiting=num_requests,
         max_chunks=32,
-        max_in_flight=2,
+        max_in_flight=MAX_IN_FLIGHT,
         aging_s=1e9,
         **pace,  # type: ignore[arg-type]
     )
-    scheduler = Scheduler(config, blocks)
+    return Scheduler(config, blocks)
+
+
+def simulate(asked: list[Asked], device: Device, **pace: float) -> dict[str, float]:
+    """Serve all; seconds are the device's."""
+    scheduler = scheduler_of(len(asked), **pace)
     coming, in_flight = deque(sorted(enumerate(asked), key=lambda each: each[1].at_s)), deque[StepPlan]()
     now_s = free_s = 0.0
     came_s: dict[int, list[float]] = {index: [] for index in range(len(asked))}
@@ -127,7 +133,7 @@ def simulate(asked: list[Asked], device: Device, **pace: float) -> dict[str, flo
             prompt = np.full(each.num_prompt, 7, np.int32)
             run = run_of(index, prompt, max_tokens=each.num_output, ignore_eos=True, temperature=0.0, seed=index)
             scheduler.add(GATEWAY, run, now_s=now_s)
-        while len(in_flight) < config.max_in_flight and (plan := scheduler.plan(now_s=now_s)) is not None:
+        while len(in_flight) < MAX_IN_FLIGHT and (plan := scheduler.plan(now_s=now_s)) is not None:
             in_flight.append(plan)
         if not in_flight:
             continue
