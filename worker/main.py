@@ -193,11 +193,16 @@ def _assemble(
     gc.collect()
     gc.freeze()  # what the start left is not looked through again while steps run
     heartbeat.start()
+    _log_loaded(register.worker_id, loaded, metrics_port)
+    return engine
+
+
+def _log_loaded(worker_id: str, loaded: Loaded, metrics_port: int | None) -> None:
     for note in loaded.notes:
         log.warning("model_note", note=note)
     log.info(
         "loaded",
-        worker_id=register.worker_id,
+        worker_id=worker_id,
         model=loaded.card.name,
         device=loaded.device,
         products=loaded.products,
@@ -211,7 +216,6 @@ def _assemble(
         metrics_port=metrics_port,
         notes=list(loaded.notes),
     )
-    return engine
 
 
 def _run(engine: Engine, shutdown: Shutdown) -> int:
