@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import grpc
+from typing import Any
 
 from octavo.gateway.auth.authenticator import id_in, is_of_tenant
 from octavo.gateway.config import RequestLimits
@@ -20,14 +18,13 @@ from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowCo
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
 from octavo.gateway.requests.admission import Admission, ConnectionsInUse, TenantQuotas
 from octavo.gateway.requests.spans import trace_request
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView
 from octavo.wire.messages import ModelCard, SamplingParams
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass(slots=True, eq=False)

@@ -37,6 +37,7 @@ import structlog
 from octavo.gateway.config import ConnectionConfig
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""Of a call, as every handler gets it."""
 log = structlog.get_logger(__name__)
 
 MIN_DESCRIPTORS = 128

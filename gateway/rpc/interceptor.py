@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import structlog
@@ -26,13 +26,12 @@ from octavo.gateway.errors import (
 )
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.tracing import CallTrace, Tracing
-from octavo.gateway.rpc.connections import OpenCalls
+from octavo.gateway.rpc.connections import Context, OpenCalls
 from octavo.gateway.rpc.status import is_expected, status_of
 from octavo.gateway.validation.fields import REQUEST_ID
 
 log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # Calls whose request has not come; when there are more, the oldest has waited long enough. Below what the server lets
 # in besides requests in flight, so that callers that only begin calls keep no others out.
 MAX_WAITS = 512

@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
 
 import grpc
 
 from octavo.gateway.errors import ModelNotFound, ScaleRefused
 from octavo.gateway.peers.control import Control
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.validation.fields import check
 from octavo.gateway.workers.pool import WorkerPool
@@ -15,7 +15,6 @@ from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import admin_pb2 as pb
 from octavo.v1 import admin_pb2_grpc
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 QUERY_TIMEOUT_S = 2.0  # as the contract says
 SCALE_TIMEOUT_S = 20.0  # it may look for GPUs, or ask a cluster
 

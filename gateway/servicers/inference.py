@@ -3,9 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
-import grpc
 from google.protobuf.message import Message
 
 from octavo.gateway.peers.control import Control
@@ -13,6 +11,7 @@ from octavo.gateway.requests.embedding import Embedded, Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest, stream_response, stream_responses
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.rpc.status import REQUEST_ID_TRAILER
 from octavo.gateway.streams.output_processor import Piece
@@ -25,7 +24,6 @@ from octavo.v1 import common_pb2, inference_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Finished, ModelCard, TokenLogprobs, WireFinishReason
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 BytesById = Sequence[bytes]
 _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
 

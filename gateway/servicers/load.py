@@ -1,18 +1,14 @@
 """LoadService: what the service is doing, for routers and people."""
 
 from contextlib import aclosing
-from typing import Any, TypeAlias
-
-import grpc
 
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.validation.fields import check
 from octavo.gateway.watching.watch import LoadWatch
 from octavo.v1 import load_pb2 as pb
 from octavo.v1 import load_pb2_grpc
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class LoadServicer(load_pb2_grpc.LoadServiceServicer):

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeAlias
 
-import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from octavo.gateway.models import ServedModels
 from octavo.gateway.requests.submit import default_sampling
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.validation.fields import TABLE, MessageRules, check, not_served
 from octavo.gateway.validation.limits import MAX_LOGPROBS, MAX_STOP_STRINGS
@@ -18,9 +17,6 @@ from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
 from octavo.wire.messages import ModelCard
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 
 _NO_RULES = MessageRules()
 

@@ -5,9 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
 
-import grpc
 import structlog
 
 from octavo.gateway.dialects.kserve import model
@@ -17,6 +15,7 @@ from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
 from octavo.gateway.streams.output_processor import Piece
@@ -24,9 +23,6 @@ from octavo.gateway.streams.stream import OutputStream, OutputStreams, StreamSta
 from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc
 from octavo.wire.messages import ModelCard
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 
 log = structlog.get_logger("gateway.request")
 MAX_SIDE_BY_SIDE = 256  # requests of one stream; the next is read when one of them has ended

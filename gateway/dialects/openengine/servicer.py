@@ -4,7 +4,6 @@ EngineError after it, as the contract has it; accepted is what a worker has."""
 import asyncio
 import contextlib
 import time
-from typing import Any, TypeAlias
 
 import grpc
 
@@ -33,6 +32,7 @@ from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.streams.stream import OutputStreams
 from octavo.gateway.workers.errors import FeedCut
@@ -42,7 +42,6 @@ from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 PROBE_TIMEOUT_S = 10.0
 
 

@@ -7,7 +7,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -31,6 +31,7 @@ from octavo.gateway.requests.embedding import Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest, stream_response, stream_responses
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import MODEL_HEADER, RpcScope, current_rpc
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStreams
@@ -39,7 +40,6 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
 
 T = TypeVar("T")
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 QUERY_TIMEOUT_S = 2.0
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
@@ -15,12 +15,12 @@ from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import MODEL_HEADER, current_rpc
 from octavo.gateway.streams.stream import OutputStreams
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # Adapters, sleeping and weights that change are not here.
 _NOT_OFFERED = (
     *("LoadLora", "UnloadLora", "ListLoras", "PauseGeneration", "ResumeGeneration", "Sleep", "WakeUp"),
