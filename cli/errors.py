@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended
+
 
 @dataclass(eq=False)
 class CliError(Exception):

@@ -13,14 +13,12 @@ import typer
 
 from octavo.cli.bench import commands as bench_commands
 from octavo.cli.client import commands as client_commands
-from octavo.cli.errors import CliError
+from octavo.cli.errors import INTERRUPTED, CliError
 from octavo.cli.explain import explain, show_error
 from octavo.cli.help import PlainGroup
 from octavo.cli.serve import commands as serve_commands
 from octavo.cli.serve.launch import DEBUG_VARIABLE
 from octavo.cli.tools import commands as tools_commands
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="octavo",

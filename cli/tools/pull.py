@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from octavo.cli.errors import INTERRUPTED
 from octavo.cli.progress import BYTES, Bars, PlainSteps, Step, shown_bytes
 from octavo.model.checkpoint.source import OnDownload, resolve_checkpoint
 
-INTERRUPTED = 130
 PATIENCE_S = 3.0  # for threads that wait for the hub, after Ctrl-C
 
 

@@ -20,11 +20,9 @@ from octavo.model.config import load_config
 from octavo.model.dtypes import parse_dtype
 from octavo.model.verify.prompts import make_prompts
 from octavo.model.verify.reference import Reference
-from octavo.model.verify.served import ServedPass, ServedSequence, TokenScore, judge
+from octavo.model.verify.served import LONG_TEXT, NUM_TOP, ServedPass, ServedSequence, TokenScore, judge
 from octavo.v1 import inference_pb2, model_pb2
 
-LONG_TEXT = 384
-NUM_TOP = 20
 CALL_TIMEOUT_S = 600.0
 TOGETHER = 8
 

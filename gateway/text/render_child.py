@@ -10,7 +10,6 @@ The kernel ends it where a rendering takes more CPU time than `cpu_s`; its memor
 write. It ends with its parent. Imports little, so that another one is there within a tenth of a second.
 """
 
-import ctypes
 import json
 import os
 import resource
@@ -22,17 +21,17 @@ from typing import BinaryIO
 
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError
+from octavo.wire.host import die_with
 
 RENDERED, REFUSED, TOO_LONG, NO_MEMORY = b"R", b"E", b"L", b"M"
 KNOWN_TEMPLATES = 16
 _MAX_REASON = 2000
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """argv: pid of the parent, bytes that may be taken beyond those of an idle process."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal's Ctrl-C the parent ends it, after its requests
     _limit(memory_bytes)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
@@ -44,13 +43,6 @@ def main() -> None:
         sink.flush()
         if kind == NO_MEMORY:
             return
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the line above
-        os._exit(1)
 
 
 def _limit(memory_bytes: int) -> None:

@@ -17,7 +17,7 @@ from octavo.gateway.errors import Draining, QueueFull
 from octavo.gateway.observability.meters import LATENCY_BUCKETS_S, TOKEN_GAP_BUCKETS_S, GatewayMeters
 from octavo.gateway.peers.control import Control, Outcome
 from octavo.gateway.requests.tracker import RequestTracker
-from octavo.gateway.watching.part import OwnLoad
+from octavo.gateway.watching.part import MAX_TENANTS, OwnLoad
 from octavo.gateway.watching.window import LoadWindow, WorkerCounts, added, percentiles
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.queries import WorkerLook
@@ -32,7 +32,6 @@ PEERS_TIMEOUT_S = 0.5  # a gateway that takes longer is named as unreachable
 SHARE_S = 0.1  # snapshots that are not older are shared
 LOST_S = 60.0  # a worker that was lost is shown for so long
 MAX_LOST = 64
-MAX_TENANTS = 100
 _LAST_S = 1.0  # for watchers to get their last snapshot
 _CONDITIONS = {
     WorkerState.REGISTERED: pb.WORKER_CONDITION_REGISTERED,

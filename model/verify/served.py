@@ -26,6 +26,10 @@ FLOAT32_LIMIT = 2.0**-8
 MISTAKE_LIMIT = 0.5
 """Largest share of a known mistake in errors, beside what transformers' own have of it; by chance it is below 0.1."""
 MISTAKE = "known mistake"
+LONG_TEXT = 384
+"""Tokens of a long prompt."""
+NUM_TOP = 20
+"""Tokens that are compared at each position, the likeliest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

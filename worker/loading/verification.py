@@ -16,14 +16,12 @@ from itertools import cycle
 
 import numpy as np
 
-from octavo.model.verify.served import ServedSequence, TokenScore
+from octavo.model.verify.served import LONG_TEXT, NUM_TOP, ServedSequence, TokenScore
 from octavo.wire.messages import SamplingParams
 from octavo.worker.loading.warmup import WarmRunner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, SlotLogprobs, StepPlan, StepResult
 
-NUM_TOP = 20
 CHUNK_LENS = (1, 7, 16, 33)
-LONG_TEXT = 384
 SHARED_TOKENS = 64
 PIECE_TOKENS = 40
 PIECE_DECODES = 8
