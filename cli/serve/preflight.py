@@ -21,7 +21,7 @@ from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
 from octavo.gateway.config import Exposure
 from octavo.gateway.rpc.addresses import check_exposure
-from octavo.wire.endpoints import EndpointError, Transport, is_address, is_wildcard, parse_endpoint
+from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard, parse_endpoint
 from octavo.wire.keys import KeyFileError, load_keys
 
 OTHER_VARIABLES = frozenset(
@@ -113,14 +113,17 @@ def check_peers(settings: ServeSettings) -> None:
                 "give --control-endpoint tcp://host:port as well",
             )
         return
-    flag = "--control-endpoint"
+    flag, advice = "--control-endpoint", "write it as tcp://10.0.0.1:5556"
     try:
         first = parse_endpoint(settings.control_endpoint)
         flag = "--peer-endpoint"
         for each in settings.peer_endpoint:
             parse_endpoint(each)
+        flag, advice = "--peer-endpoints-file", "write tcp://10.0.0.1:5556 and the like into it, one on each line"
+        if settings.peer_endpoints_file:
+            EndpointsFile(settings.peer_endpoints_file).changed()
     except EndpointError as error:
-        raise usage(f"bad value for {flag}", str(error), "write it as tcp://10.0.0.1:5556") from None
+        raise usage(f"bad value for {flag}", str(error), advice) from None
     last = first.port + settings.num_gateways - 1
     if first.transport is not Transport.TCP or not first.port or last > MAX_PORT:
         raise usage(

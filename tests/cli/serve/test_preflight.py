@@ -96,6 +96,14 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["--control-endpoint", "ipc:///run/x.sock"], "no tcp://host:port with a port for each of 1 gateways"),
         (["--control-endpoint", "tcp://a:65535", "--gateways", "2"], "with a port for each of 2 gateways"),
         (["--control-endpoint", "tcp://a:1", "--peer-endpoint", "b"], "bad value for --peer-endpoint 'b' is neither"),
+        (
+            ["--control-endpoint", "tcp://a:1", "--peer-endpoints-file", "none"],
+            "bad value for --peer-endpoints-file none with endpoints cannot be read: No such file",
+        ),
+        (
+            ["--control-endpoint", "tcp://a:1", "--peer-endpoints-file", "wrong"],
+            "bad value for --peer-endpoints-file wrong: 'a:1' is neither ipc:///path nor tcp://host:port",
+        ),
         (["--control-endpoint", "tcp://a:1"], "--control-endpoint needs --gateway-key-file"),
         (
             ["--control-endpoint", "tcp://a:1", "--gateway-key-file", "no.key"],
@@ -107,6 +115,7 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
     arguments: list[str], told: str, starts: list[object], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "wrong").write_text("tcp://b:1\na:1\n")
     checkpoint(tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     checkpoint(tmp_path / "x" / "folio-chat")
