@@ -80,7 +80,7 @@ class FollowerProcesses:
     def __init__(self, config: WorkerConfig, folder: Path) -> None:
         """folder: of this group alone, where its ranks meet and write figures."""
         self.board = RankBoard.create(folder / BOARD, size=config.tensor_parallel_size)
-        self.on_lost: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[], None] = self.end_meeting
         self._dismissed = threading.Event()
         self._ring = OrderRing(config.tensor_parallel_size - 1)
         self._processes = [self._start(config, rank) for rank in range(1, config.tensor_parallel_size)]
@@ -93,7 +93,11 @@ class FollowerProcesses:
             told_rank = replace(told, device=device)
             task = Task(config=told_rank, rank=rank, parent=os.getpid(), meeting=meeting, board=board)
             frame = _ENCODER.encode(task)
-            self._write(rank, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+            try:
+                self._write(rank, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+            except (GroupLost, OSError):  # it has ended already
+                self.close()
+                raise
 
     def send(self, frame: bytes) -> None:
         """See Followers."""
@@ -127,11 +131,12 @@ class FollowerProcesses:
             return
         # Beside this thread: NCCL lets sums go at once, but ends after the graphs that hold them have.
         threading.Thread(target=abort, args=(ranks,), name="abort", daemon=True).start()
-        if not self._dismissed.wait(LOST_EXIT_S):
-            log.error("group_lost", error="a rank has ended, and rank 0 waits for it in a sum")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_LOST)
+        self._end_process("waits for it in a sum")
+
+    def end_meeting(self) -> None:
+        """Before all ranks have met: rank 0 waits for one that will not come, and nothing lets it out. From any
+        thread."""
+        self._end_process("waits for it to come")
 
     def close(self) -> None:
         """End all of them. Idempotent."""
@@ -158,6 +163,18 @@ class FollowerProcesses:
         process.wait()
         if not self._dismissed.is_set():
             self.on_lost()
+
+    def _end_process(self, waits: str) -> None:
+        """Unless rank 0 goes on in time."""
+        if self._dismissed.wait(LOST_EXIT_S):
+            return
+        try:
+            self.check(wait_s=0.0)
+        except GroupLost as lost:
+            log.error("group_lost", error=f"{lost}, and rank 0 {waits}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_LOST)
 
     def _wait_for_room(self, deadline_s: float) -> None:
         self.check(wait_s=0.001)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,15 @@ import pytest
 from octavo.wire.messages import SamplingParams
 from octavo.worker.config import WorkerConfig
 from octavo.worker.loading import group
-from octavo.worker.loading.group import load_group
+from octavo.worker.loading.group import EXIT_LOST, load_group
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.runners.group import GroupLost
 from octavo.worker.runners.interface import Runner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.services.service import wait_for
+
+LONG_S = 100.0
 
 
 @pytest.fixture
@@ -84,6 +89,38 @@ def test_rank_0_ends_where_a_sum_of_a_gpu_does_not_let_it_out(loaded: Loaded, mo
     follower.kill()
     assert ended.wait(60)
     assert statuses == [group.EXIT_LOST]
+
+
+START = """import sys
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading.group import load_group
+load_group(
+    WorkerConfig(model=sys.argv[1], gateway_endpoints=(), device="cpu", tensor_parallel_size=4, num_threads=1),
+    lambda *_: None,
+)
+"""
+
+
+def test_a_follower_that_ends_before_all_have_met_ends_the_start(tmp_path: Path) -> None:
+    """It is killed before it has loaded torch; the others would wait for it for two minutes."""
+    folder = str(write_tiny_checkpoint(tmp_path / "model", num_key_value_heads=4))
+    with (tmp_path / "log").open("wb") as log:
+        start = subprocess.Popen([sys.executable, "-c", START, folder], stdout=log, stderr=log)
+    ranks: list[psutil.Process] = []
+
+    def are_there() -> bool:
+        assert start.poll() is None, (tmp_path / "log").read_text()
+        ranks[:] = psutil.Process(start.pid).children()
+        return len(ranks) == 3
+
+    wait_for(are_there)
+    ranks[1].kill()
+    assert start.wait(LONG_S) == EXIT_LOST
+    assert (
+        "of 4 ended with status -9; its log says why, and rank 0 waits for it to come" in (tmp_path / "log").read_text()
+    )
+    _, alive = psutil.wait_procs(ranks, timeout=LONG_S)
+    assert alive == []
 
 
 def test_a_follower_that_is_killed_in_a_step_ends_the_group(loaded: Loaded) -> None:
