@@ -1,0 +1,20 @@
+"""bench/README.md has every bench that can be run, in the table of its folder."""
+
+import re
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+PAGE = (BENCH / "README.md").read_text()
+
+
+def test_the_page_names_every_bench() -> None:
+    for folder in ("gpu", "cpu", "worker", "gateway"):
+        table = PAGE[PAGE.index(f"| `{folder}` |") :].partition("\n\n")[0]
+        rows = "\n".join(row.split("|")[1] for row in table.splitlines()[2:])
+        named = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", rows)}
+        benches = {path.stem for path in (BENCH / folder).glob("*.py") if "__main__" in path.read_text()}
+        benches |= {path.parent.name for path in (BENCH / folder).glob("*/__main__.py")}
+        modules = {
+            path.parent.name if path.stem == "__main__" else path.stem for path in (BENCH / folder).rglob("*.py")
+        }
+        assert (benches - named, named - modules) == (set(), set())
