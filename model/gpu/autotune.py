@@ -31,21 +31,20 @@ from octavo.model.gpu.small_batch_layers import SmallBatchCuts, cuts_of
 from octavo.model.gpu.split_k_layers import SPLIT_K_SIZES, SplitKCuts, split_k_cuts_of
 from octavo.model.parallel import ALONE, Ranks
 
-FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.0}
-"""Of the weights that a program reads, by the candidate's name."""
 DEFAULT_SMALL_BATCH = 2
 TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
 """Each stands for the sizes below it, down to the one before; those below one that has a single way go with the next.
-Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them), with one
-row those that overlap have; beyond the last there is cuBLAS alone (bench/RESULTS.md)."""
+Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them); beyond the
+last there is cuBLAS alone (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
-KERNELS = 4
+KERNELS = 5
 """One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
 again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
-too. 4: those of gate and up no longer wait for each other within a tile."""
+too. 4: those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut
+another way, and one row may take those that overlap."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
@@ -81,8 +80,7 @@ StepPath = Cublas | SmallBatch | SplitK | Overlapping
 
 def candidates(config: ModelConfig) -> dict[str, StepPath]:
     """Every path that there is for the shape, by the name it has in the cache."""
-    ways: dict[str, StepPath] = {"cublas": Cublas()}
-    ways |= {name: SmallBatch(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
+    ways: dict[str, StepPath] = {"cublas": Cublas(), "small_batch": SmallBatch(cuts_of(config))}
     ways |= {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
     return ways | {f"overlapping-{size}": Overlapping(overlapping_cuts_of(config, size)) for size in OVERLAPPING_SIZES}
 
@@ -90,7 +88,7 @@ def candidates(config: ModelConfig) -> dict[str, StepPath]:
 def timed_names(size: int) -> tuple[str, ...]:
     """The paths among which one of TIMED_SIZES chooses."""
     if size not in OVERLAPPING_SIZES:
-        return "cublas", *FACTORS, *([f"overlapping-{OVERLAPPING_SIZES[0]}"] if size > 1 else [])
+        return "cublas", "small_batch", f"overlapping-{OVERLAPPING_SIZES[0]}"
     return "cublas", *([f"split_k-{size}"] if size in SPLIT_K_SIZES else []), f"overlapping-{size}"
 
 

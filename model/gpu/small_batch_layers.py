@@ -31,8 +31,10 @@ from octavo.model.kernels.small_batch.mlp import (
 from octavo.model.kernels.small_batch.qkv import small_batch_qkv
 
 MAX_SMALL_BATCH = 8
-MAX_ELEMENTS_OF_LANE = 160
-"""Of a row of weights: more would not fit a thread's registers beside the vector."""
+LANES = 32
+MAX_ELEMENTS_OF_LANE, MAX_ELEMENTS_OF_LONG_ROW = 160, 108
+"""Of a row of weights: more would not fit a thread's registers beside the vector. Fewer were faster where several warps
+share a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +49,37 @@ class SmallBatchCuts:
     attention_warps: int = 4
 
 
-def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> SmallBatchCuts:
-    """Cuts by the weights that a program reads: what was fastest for 0.5B on an H100, times the factor."""
+def cuts_of(config: ModelConfig) -> SmallBatchCuts:
+    """Cuts by the weights that a program reads and that each of its threads holds: the fastest of those that were tried
+    for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md)."""
 
-    def cut(length: int, matrices: int, program_bytes: int, warps: int) -> Cut:
-        wanted = int(program_bytes * factor) // (2 * length * matrices)
-        lanes = -(-length // MAX_ELEMENTS_OF_LANE)
-        return Cut(rows=1 << max(0, wanted.bit_length() - 1), warps=max(warps, next_power_of_2(-(-lanes // 32))))
+    def num_rows(row_elements: int, program_bytes: int, *, least: int = 1) -> int:
+        wanted = program_bytes // (2 * row_elements)
+        return max(least, 1 << max(0, wanted.bit_length() - 1))
+
+    def together(length: int, matrices: int, program_bytes: int, *, of_lane: int, least: int = 1) -> Cut:
+        """All warps read all rows."""
+        rows = num_rows(length * matrices, program_bytes, least=least)
+        return Cut(rows=rows, warps=_warps_for(rows * length * matrices, of_lane))
+
+    def one_by_one(length: int, program_bytes: int, *, least: int = 1) -> Cut:
+        """A warp reads a row, or several do where it is long: nothing is added up between warps of other rows."""
+        rows = num_rows(length, program_bytes, least=least)
+        fits = length <= MAX_ELEMENTS_OF_LANE * LANES
+        return Cut(rows=rows, warps=rows * (1 if fits else _warps_for(length, MAX_ELEMENTS_OF_LONG_ROW)))
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
     return SmallBatchCuts(
-        qkv=cut(D, 2, 8192, 4),
-        output=cut(A, 1, 16384, 8),
-        gate_up=cut(D, 2, 16384, 2),
-        down=cut(I, 1, 40960, 4),
-        head=cut(D, 1, 16384, 8),
+        qkv=together(D, 2, 8192, of_lane=80),
+        output=one_by_one(A, 16384, least=4),
+        gate_up=together(D, 2, 16384, of_lane=112),
+        down=one_by_one(I, 40960),
+        head=together(D, 1, 0, of_lane=MAX_ELEMENTS_OF_LANE, least=4),
     )
+
+
+def _warps_for(elements: int, of_lane: int) -> int:
+    return next_power_of_2(-(-elements // (LANES * of_lane)))
 
 
 class SmallBatchLayers:

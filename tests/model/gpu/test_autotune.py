@@ -1,6 +1,6 @@
 """Which path a batch size takes: the rule, what is kept on disk, and the timing itself on a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,6 @@ from octavo.model import ModelConfig
 from octavo.model.gpu import autotune as autotuning
 from octavo.model.gpu import peer_sums
 from octavo.model.gpu.autotune import (
-    FACTORS,
     Autotuner,
     Cublas,
     Overlapping,
@@ -58,9 +57,9 @@ def test_a_family_whose_heads_are_normalised_has_the_same_ways_and_choices_of_it
 
 
 def test_what_was_kept_decides_and_unknown_names_do_not() -> None:
-    autotune = Autotuner(candidates(CONFIG), None, {1: "cublas", 2: "of another version", 4: "small_batch-half"})
-    assert autotune.names == {1: "cublas", 4: "small_batch-half"}
-    assert [autotune.path(size) for size in (1, 4)] == [Cublas(), candidates(CONFIG)["small_batch-half"]]
+    autotune = Autotuner(candidates(CONFIG), None, {1: "cublas", 2: "of another version", 4: "overlapping-8"})
+    assert autotune.names == {1: "cublas", 4: "overlapping-8"}
+    assert [autotune.path(size) for size in (1, 4)] == [Cublas(), candidates(CONFIG)["overlapping-8"]]
 
 
 def test_names_come_back_from_disk_as_they_went(tmp_path: Path) -> None:
@@ -91,8 +90,8 @@ def test_without_a_device_nothing_is_timed() -> None:
 def test_every_way_is_tried_and_then_forgotten() -> None:
     autotune, ways = Autotuner(candidates(CONFIG), None, {2: "cublas", 16: "split_k-16"}), candidates(CONFIG)
     for size, names in (
-        (1, ("cublas", *FACTORS)),
-        (2, ("cublas", *FACTORS, "overlapping-8")),
+        (1, ("cublas", "small_batch", "overlapping-8")),
+        (2, ("cublas", "small_batch", "overlapping-8")),
         (24, ("cublas", "split_k-32", "overlapping-32")),
     ):
         assert [(name, autotune.path(size)) for name in autotune.try_all(size)] == [
@@ -167,11 +166,20 @@ def test_weights_of_32_bits_do_not_fit_into_split_tiles_of_a_device(
     assert fits_split_k_tiles(FakeWeight(is_cuda, bytes_each)) is expected  # type: ignore[arg-type]
 
 
-def test_cuts_are_those_that_were_measured() -> None:
-    cuts = cuts_of(CONFIG)
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "expected"),
+    [
+        (896, 4864, ((2, 2), (8, 8), (4, 2), (4, 4), (4, 1))),
+        (3584, 18944, ((1, 4), (4, 4), (1, 2), (1, 8), (4, 4))),
+        (5120, 27648, ((1, 4), (4, 4), (1, 4), (1, 8), (4, 4))),
+    ],
+)
+def test_cuts_are_those_that_were_measured(hidden: int, intermediate: int, expected: tuple[tuple[int, int]]) -> None:
+    heads = {"num_attention_heads": hidden // 64, "head_dim": 64}
+    cuts = cuts_of(replace(CONFIG, hidden_size=hidden, intermediate_size=intermediate, **heads))
     assert [cuts.qkv, cuts.output, cuts.gate_up, cuts.down, cuts.head] == [
-        Cut(rows=2, warps=4), Cut(rows=8, warps=8), Cut(rows=4, warps=2), Cut(rows=4, warps=4), Cut(rows=8, warps=8),
-    ]  # fmt: skip
+        Cut(rows=rows, warps=warps) for rows, warps in expected
+    ]
 
 
 @pytest.mark.alone  # it compares timings
@@ -183,12 +191,12 @@ def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
 
     def run(size: int) -> None:
         for _ in range(
-            1 if isinstance(autotune.path(size), SplitK) or autotune.names.get(size) == "small_batch-half" else 50
+            1 if isinstance(autotune.path(size), SplitK) or autotune.names.get(size) == "small_batch" else 50
         ):
             weight.add_(1)
 
     autotune.choose([1, 2, 3, 16, 300], run)
-    assert autotune.names[1] == autotune.names[2] == "small_batch-half"
+    assert autotune.names[1] == autotune.names[2] == "small_batch"
     assert (autotune.names[16], 300 in autotune.names) == ("split_k-16", False)
     again = Autotuner.find(CONFIG, weight)
     again.choose([1, 2, 16], lambda size: pytest.fail(f"ran {size}"))
@@ -206,13 +214,13 @@ class Follower(Ranks):
 
 
 def test_ranks_take_the_ways_of_rank_0_and_keep_choices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Follower(rank=1, size=2, said=((1, "cublas"), (2, "small_batch-half")))
+    ranks = Follower(rank=1, size=2, said=((1, "cublas"), (2, "small_batch")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr("octavo.model.gpu.autotune.read_names", lambda file: {1: "small_batch"})
     monkeypatch.setattr("octavo.model.gpu.autotune.fits_overlapping", lambda config, weight: False)
     weight = SimpleNamespace(is_cuda=True, device="cuda:1", dtype=torch.bfloat16, element_size=lambda: 2)
     autotune = Autotuner.find(CONFIG, weight, ranks)  # type: ignore[arg-type]
-    assert autotune.names == {1: "cublas", 2: "small_batch-half"}
+    assert autotune.names == {1: "cublas", 2: "small_batch"}
     alone = Autotuner.find(CONFIG, weight)  # type: ignore[arg-type]
     assert alone.names == {1: "small_batch"}
     ways = candidates(CONFIG)

@@ -86,7 +86,7 @@ class Device:
         pytest.param("split_k-16", QWEN3, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
         pytest.param("small_batch", {}, marks=pytest.mark.slow),
         pytest.param("small_batch", QWEN3, marks=pytest.mark.slow),
-        pytest.param("small_batch-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
+        pytest.param("small_batch", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, object]) -> None:
