@@ -204,6 +204,7 @@ class Engine:
             self.stats = self._snapshot()  # should this very step hang, the watchdog must know that there was work
         self._pipeline.launch_ahead()
         self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
+        self._scheduler.index_prompts()
         self._kv_events.publish_changes()
         self._kv_events.publish_part()
         self._checks.look(self._scheduler)

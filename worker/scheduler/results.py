@@ -24,6 +24,14 @@ class Results:
     def __init__(self, table: RequestTable) -> None:
         self._requests = table
         self._slots = table.slots
+        self._unindexed: list[Request] = []  # whose prompt was completed by the last result
+
+    def index_prompts(self) -> None:
+        """Others may reuse the blocks of prompts that the last result completed. Idempotent."""
+        for request in self._unindexed:
+            if request.slot is not None:  # what has left its slot did that itself
+                self._requests.commit(request)
+        self._unindexed.clear()
 
     def succeed(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
         """One token for each row whose request is still there and whose logits were finite."""
@@ -170,13 +178,13 @@ class Results:
             self._requests.outputs.put_prompt_logprobs(request.key, sent)
 
     def _note_prefilled(self, step: InFlightStep, is_good_N: np.ndarray, now_s: float) -> None:
-        """Rows that ended their prefill in this step, which come after the decodes: others may reuse their blocks."""
+        """Rows that ended their prefill in this step, which come after the decodes."""
         for index in range(len(step.plan.decode_slots_S), step.num_sampled):
             if is_good_N[index]:
                 request = self._requests.in_slot(int(step.slots_A[index]))
                 request.origin = None
                 request.first_token_s = now_s if request.first_token_s is None else request.first_token_s
-                self._requests.commit(request)
+                self._unindexed.append(request)
                 self._requests.promote_follower(request, now_s)
 
     def _end_finished(self, slots_N: np.ndarray, tokens_N: np.ndarray, now_s: float) -> None:

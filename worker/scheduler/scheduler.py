@@ -217,6 +217,7 @@ class Scheduler:
     def plan(self, *, now_s: float) -> StepPlan | None:
         """The next step; None where there is nothing to do now, or results must be applied first. Requests whose
         deadline has passed end here, before anything is scheduled for them."""
+        self.index_prompts()
         self._expire(now_s)
         if len(self._in_flight) >= self._config.max_in_flight:
             return None
@@ -242,6 +243,12 @@ class Scheduler:
         self._note_costs(step, result, now_s)
         self._results.succeed(step, result, now_s)
         return self._requests.outputs.take()
+
+    def index_prompts(self) -> None:
+        """Offer the prompts that the last result completed to later ones; the next plan or result does it where nobody
+        has. For when their tokens are sent: a thousand tokens of prompts take half a millisecond, which would come and
+        go between the tokens of all streams."""
+        self._results.index_prompts()
 
     def flush(self) -> StepOutputs:
         """News that came without a result: refusals, cancels, deadlines, starts."""
@@ -315,5 +322,6 @@ class Scheduler:
     def _take_oldest(self, step: int) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].plan.step != step:
             raise ValueError(f"step {step} ended, in flight are {[each.plan.step for each in self._in_flight]}")
+        self.index_prompts()
         self._blocks.end_step(step)
         return self._in_flight.popleft()

@@ -60,6 +60,35 @@ def test_two_steps_are_in_flight_while_there_is_work() -> None:
     assert rig.engine.num_steps == 1
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("max_tokens", [4, 30])
+def test_tokens_are_sent_before_their_prompts_are_indexed_and_told(max_in_flight: int, max_tokens: int) -> None:
+    """What indexing takes depends on the prompts that end in a step: between the tokens of all streams it would come
+    and go."""
+    rig = Rig(WorldConfig(model=MODEL, max_in_flight=max_in_flight, num_blocks=64, max_model_len=64))
+    happened: list[str] = []
+    extend, put, put_all = rig.blocks._index.extend, rig.outbox.put, rig.outbox.put_all
+
+    def seen(name: str, method: object) -> object:
+        def call(*args: object) -> object:
+            happened.append(name)
+            return method(*args)  # type: ignore[operator]
+
+        return call
+
+    rig.blocks._index.extend = seen("indexed", extend)  # type: ignore[method-assign,assignment]
+    rig.outbox.put = seen("sent", put)  # type: ignore[method-assign,assignment]
+    rig.outbox.put_all = seen("told", put_all)  # type: ignore[method-assign,assignment]
+    rig.inbox.put(run_message(1, [5, 6, 7] * 4, max_tokens=max_tokens))
+    while not rig.outbox.tokens_of(1):
+        happened.clear()
+        rig.engine.step()
+    assert happened == ["sent", "indexed", "told"]
+    rig.inbox.put(run_message(2, [5, 6, 7] * 4, max_tokens=2))
+    rig.steps()
+    assert rig.outbox.finished()[2].cached_tokens > 0
+
+
 def test_watchers_see_that_there_is_work_before_the_first_step_can_hang() -> None:
     rig = Rig(WorldConfig(model=MODEL))
     seen: list[bool] = []
