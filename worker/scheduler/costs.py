@@ -14,6 +14,7 @@ copying is taken to be free, and a step may take all that fits.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from octavo.worker.scheduler.plan import Chunk
 
 _FADE = 0.9  # of what was measured before, with each new measurement
 _LONG_FADE = 0.998  # of what tells tokens from what they attend to: hundreds of steps may lie between two long prompts
+_NUM_SEEN = 9  # steps without prompts, of which the middle one counts
 _MIN_PREFILL_TOKENS = 32  # below, a step's time says little about a token's
 GAP_PER_WAIT = 1.0  # a step may take as long as the next prompt has waited
 FULL_STEPS = 1.25  # but no longer than so many full steps of prompts' beginnings
@@ -139,6 +141,8 @@ class StepPace:
     whatever waits. max_tokens: of any step. A step full of tokens far behind a prompt's beginning, which attend to
     much, takes several times as long as one full of beginnings, and shares what it costs whatever is in it among no
     more tokens: no step is longer for these than for those, however long prompts wait.
+    A flood that is being taken in holds the host up, and steps seem to take longer than they do: of those without
+    prompts, which are rare then, the middle one of the last few counts.
     attended_share: of what a token costs, at least, for each that it attends to: steps of short prompts tell little of
     that, or the contrary, where each prompt costs something, too. Bounds nothing before a step
     with prompts has been seen.
@@ -149,7 +153,7 @@ class StepPace:
     ) -> None:
         self._max_gap_s, self._least_steps, self._max_tokens = max_gap_s, least_steps, max_tokens
         self._attended_share = attended_share
-        self._decode = FadingRate()
+        self._decodes_s: deque[float] = deque(maxlen=_NUM_SEEN)
         self._products_22 = np.zeros((2, 2))  # of tokens and attended tokens
         self._seconds_2 = np.zeros(2)
 
@@ -158,13 +162,14 @@ class StepPace:
         if seconds <= 0:
             return
         if not chunks:
-            self._decode.add(min(num_decodes, 1), seconds)
+            if num_decodes:
+                self._decodes_s.append(seconds)
             return
         tokens = sum(chunk.num_tokens for chunk in chunks)
         if tokens < _MIN_PREFILL_TOKENS:
             return
         seen_2 = np.array([tokens, sum(_attended(chunk.start, chunk.num_tokens) for chunk in chunks)])
-        added_s = max(0.0, seconds - (self._decode.seconds or 0.0))
+        added_s = max(0.0, seconds - self._decode_s)
         self._products_22 = _LONG_FADE * self._products_22 + np.outer(seen_2, seen_2)
         self._seconds_2 = _LONG_FADE * self._seconds_2 + seen_2 * added_s
 
@@ -172,14 +177,19 @@ class StepPace:
         """For the next step, in which so many outputs decode, and prompts have waited for so long."""
         if not num_decodes or not self._products_22[0, 0]:
             return Allowance(math.inf, 0.0, 0.0)
-        decode_s = self._decode.seconds or 0.0
-        target_s = self._max_gap_s
+        decode_s, target_s = self._decode_s, self._max_gap_s
         token_s, attended_s = self._rates()
         if self._least_steps:
             mean_s = self._seconds_2[0] / self._products_22[0, 0]
-            full_s = FULL_STEPS * (decode_s + self._max_tokens * (token_s or mean_s))
-            target_s = max(target_s, self._least_steps * decode_s, min(GAP_PER_WAIT * waited_s, full_s))
+            full_s = decode_s + FULL_STEPS * self._max_tokens * (token_s or mean_s)
+            target_s = max(target_s, min(max(self._least_steps * decode_s, GAP_PER_WAIT * waited_s), full_s))
         return Allowance(target_s - decode_s, token_s, attended_s)
+
+    @property
+    def _decode_s(self) -> float:
+        """Seconds of a step without prompts; 0 before one was seen."""
+        seen = sorted(self._decodes_s)
+        return seen[len(seen) // 2] if seen else 0.0
 
     def _rates(self) -> tuple[float, float]:
         """Seconds a token, and a token attended to: least squares, neither below zero, the second no less than its

@@ -94,6 +94,27 @@ def test_far_behind_in_a_prompt_no_step_is_longer_than_one_full_of_beginnings() 
     assert slow.allow(8, waited_s=9.0).take(20_000, 8192) in (4096, 6144)
 
 
+@pytest.mark.parametrize("late_s", [0.03, 0.05])
+@pytest.mark.parametrize("num_since", [0, 3, 40])
+def test_a_step_without_prompts_that_was_late_lets_no_step_be_longer(late_s: float, num_since: int) -> None:
+    """A flood that is being taken in holds the host up; steps without prompts, which would tell that, are rare then."""
+    pace = learned(1.1e-6, 2.3e-10, decode_s=0.0006, steps=GPU_MAX_GAP_STEPS, max_gap_s=GPU_MAX_GAP_S, max_tokens=8192)
+    before = pace.allow(80, waited_s=9.0).take(9_000, 8192)
+    pace.note((), 1, late_s)
+    for _ in range(num_since):
+        pace.note((chunk(0, 8000),), 80, 0.0006 + 8000 * (1.1e-6 + 4000 * 2.3e-10))
+    assert pace.allow(80, waited_s=9.0).take(9_000, 8192) <= before
+
+
+def test_a_late_first_step_without_prompts_allows_no_more_than_a_full_step_and_its_lateness() -> None:
+    pace = StepPace(GPU_MAX_GAP_S, least_steps=GPU_MAX_GAP_STEPS, max_tokens=8192)
+    pace.note((), 1, 0.0095)
+    for start in (0, 4000, 8000, 16_000) * 10:
+        pace.note((chunk(start, 4096),), 80, 0.0006 + 4096 * (1.1e-6 + (start + 2048) * 2.3e-10))
+    num = pace.allow(80, waited_s=9.0).take(20_000, 8192)
+    assert 0.0006 + num * (1.1e-6 + (20_000 + num / 2) * 2.3e-10) < 1.5 * GPU_MAX_GAP_S
+
+
 @pytest.mark.parametrize("late_s", [0.02, 0.05])
 @pytest.mark.parametrize("num_since", [1, 12, 60])
 def test_a_step_that_was_late_hides_nothing_of_what_long_prompts_cost(late_s: float, num_since: int) -> None:
