@@ -179,12 +179,15 @@ def all_entries(shape: Shape, threads: int, clock: str, tell: Callable[[str], No
     theirs = TransformersPadded(make_transformers(shape.config, torch.bfloat16), clock=CLOCKS[clock])
     theirs.name = "transformers, bf16 weights"
     entries.append(Entry(side=theirs, rival_of=plain))
+    missing = dict[str, None]()  # each reason once
     for start in (openvino, llama):
         for weights_name, rival in (("f16", plain), ("q8_0", rounded)):
             try:
                 entries.append(Entry(side=start(shape, weights_name, threads, clock), rival_of=rival))
-            except PeerMissing as missing:
-                tell(str(missing))
+            except PeerMissing as error:
+                missing[str(error)] = None
+    for why in missing:
+        tell(why)
     return entries
 
 

@@ -17,6 +17,7 @@ from octavo.model.cpu.isa import Isa, cpu_isa, machine_isa
 FOLDER = Path(".bench-peers")
 _SCRIPTS = Path(__file__).parent / "scripts"
 _INSTALL = "make bench-peers installs it"
+_NONE = f"OpenVINO GenAI and llama.cpp are left out: there is no {FOLDER}; make bench-peers installs them"
 
 
 class PeerMissing(Exception):
@@ -29,7 +30,7 @@ class PeerSide:
     def __init__(self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
         python = FOLDER / "bin/python"
         if not python.exists():
-            raise PeerMissing(f"{name} is left out: there is no {FOLDER}; {_INSTALL}")
+            raise PeerMissing(_NONE)
         self.name = name
         self._process = subprocess.Popen(
             [str(python), str(_SCRIPTS / script), *arguments],
@@ -78,6 +79,8 @@ def random_gguf(shape: Shape, weights: str) -> Path:
     path = FOLDER / f"random-{numbers}-{weights}.gguf"
     if path.exists():
         return path
+    if not (FOLDER / "bin/python").exists():
+        raise PeerMissing(_NONE)
     part = path.with_suffix(".part")
     command = [str(FOLDER / "bin/python"), str(_SCRIPTS / "random_gguf.py"), json.dumps(fields), weights, str(part)]
     try:
