@@ -297,7 +297,7 @@ def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
             assert client.complete(text="x", max_tokens=2).model == "two"
         texts = set()
         for _ in range(16):  # each connection lands on either gateway
-            with Client(f"127.0.0.1:{port}") as client:
+            with Client(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as client:
                 assert {(model.name, model.num_workers) for model in client.models()} == {("one", 2), ("two", 2)}
                 texts.add(client.complete(model="two", text="x", max_tokens=5, seed=7).text)
         assert len(texts) == 1
