@@ -1,7 +1,8 @@
 """The kernel of prefill_hopper.py in Gluon: Triton with its layouts, copies and barriers written out.
 
 FlashAttention-3's form (arXiv:2407.08608) over paged keys and values. A program has three groups of warps, which speak
-through barriers in shared memory: `full` (copied) and `free` (read) of each buffer.
+through barriers in shared memory: `full` (copied) and `free` (read) of each buffer, and `clean`: no value of the last
+tile lies behind the context.
 
     producer      | K0 Q V0 | K1 V1 | K2 V2 | ...        copies into shared memory, block by block of the table
     consumer 0    | QK0 | exp 0 | QK1, PV0 | exp 1 | QK2, PV1 | exp 2 | ...        64 queries of one head
@@ -36,6 +37,7 @@ from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, mer
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
 KEYS = gl.constexpr(128)  # of a tile
+HALF = gl.constexpr(KEYS // CONSUMERS)
 EIGHT = gl.constexpr(8)  # columns that one instruction's threads share: a query's maximum is one of so many
 COLUMNS = gl.constexpr(64)  # of one copy: as wide as a pattern in shared memory
 SMEM = gl.constexpr(gl.NVMMASharedLayout(128, 16))
@@ -202,8 +204,8 @@ def _consume(
     CHUNK: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     (
-        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, scratch, tiles_W4, num_items,
-        log2_scale,
+        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, scratch, tiles_W4,
+        num_items, log2_scale,
     ) = work  # fmt: skip
     element: gl.constexpr = out_TNH.dtype.element_ty
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -221,6 +223,7 @@ def _consume(
     h = gl.arange(0, H, gl.SliceLayout(0, acc_layout))
     step = 0
     num_done = 0
+    num_cleaned = 0
     item = _item(0)
     _row, first, start, count = _tile_of(item, num_items, tiles_W4, N)
     for turn in range(_num_turns(num_items)):
@@ -248,12 +251,15 @@ def _consume(
             weight, most, total, _shrink = _weigh(score, most, total, log2_scale, True)
             mbarrier.wait(v_full.index(buffer), phase)
             if begin + KEYS > end:
-                # Both consumers write the same.
-                values = v_tiles.index(buffer).load(value_layout)
-                is_value = begin + gl.arange(0, KEYS, gl.SliceLayout(1, value_layout)) < end
-                v_tiles.index(buffer).store(gl.where(gl.expand_dims(is_value, 1), values, 0.0))
+                # Each consumer does half of the tile, and both read all of it.
+                half = v_tiles.index(buffer).slice(consumer * HALF, HALF)
+                is_value = begin + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, value_layout)) < end
+                half.store(gl.where(gl.expand_dims(is_value, 1), half.load(value_layout), 0.0))
                 fence_async_shared()
                 gl.thread_barrier()
+                mbarrier.arrive(v_clean)
+                mbarrier.wait(v_clean, num_cleaned & 1)
+                num_cleaned += 1
 
             acc = gl.zeros([QUERIES, H], gl.float32, acc_layout)
             whole = gl.zeros([QUERIES, H], gl.float32, acc_layout)
@@ -312,6 +318,8 @@ def attend_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    v_clean = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(v_clean, count=CONSUMERS)
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(consumer), count=1)
         mbarrier.init(q_free.index(consumer), count=1)
@@ -326,8 +334,8 @@ def attend_kernel(
         table_RM, tiles_W4, table_width, num_items, nowhere,
     )  # fmt: skip
     work = (
-        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, scratch, tiles_W4, num_items,
-        log2_scale,
+        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, scratch, tiles_W4,
+        num_items, log2_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [

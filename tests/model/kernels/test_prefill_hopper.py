@@ -1,6 +1,7 @@
 """Prompt attention for Hopper GPUs: what is compiled for one, anywhere; what it computes, on one."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -57,7 +58,8 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
 @pytest.mark.parametrize("contexts", ["whole", "cut"])
 @pytest.mark.parametrize(("H", "S"), [(64, 16), (128, 256)])
 def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contexts: str) -> None:
-    """The assembler says so when it has to wait for each product at once, and keeps the loop in registers."""
+    """The assembler says so when it has to wait for each product at once, and keeps the loop in registers. No place of
+    a tile of values is written by both consumers."""
     told = subprocess.run(
         [sys.executable, "-c", COMPILE, str(H), str(S), str(tmp_path), contexts],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -70,6 +72,9 @@ def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contex
     assembly = (tmp_path / "kernel.ptx").read_text()
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in assembly
+    written = re.findall(r"st\.shared\.v4\.b32\s+\[%r\d+\+(\d+)\]", assembly)
+    assert written
+    assert len(set(written)) == len(written)
 
 
 def test_what_does_not_fit_goes_to_the_plain_kernel() -> None:
@@ -109,22 +114,38 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
     return torch.einsum("ntc,cnh->tnh", weight, values_CKH.float().repeat_interleave(group, 1))
 
 
+@pytest.mark.sanitize(only=lambda num_programs: num_programs is not None)
 @needs_hopper
 @needs_compiler
 @pytest.mark.parametrize(
-    ("N", "K", "S", "H", "dtype", "chunks"),
+    ("N", "K", "S", "H", "dtype", "chunks", "num_programs"),
     [
-        (14, 2, 16, 64, torch.bfloat16, [(0, 1), (0, 300), (77, 130), (1000, 1), (127, 129), (128, 128), (1280, 517)]),
-        (28, 4, 16, 128, torch.bfloat16, [(0, 128), (129, 127), (0, 64), (63, 65), (5, 700)]),
-        (4, 1, 256, 64, torch.bfloat16, [(255, 3), (0, 1025)]),  # blocks longer than a tile of keys
-        (3, 3, 8, 128, torch.float16, [(5, 700), (8, 8)]),
-        (2, 2, 32, 64, torch.float16, [(0, 3000), (3000, 2100)]),
+        (
+            14,
+            2,
+            16,
+            64,
+            torch.bfloat16,
+            [(0, 1), (0, 300), (77, 130), (1000, 1), (127, 129), (128, 128), (1280, 517)],
+            None,
+        ),
+        (28, 4, 16, 128, torch.bfloat16, [(0, 128), (129, 127), (0, 64), (63, 65), (5, 700)], None),
+        (4, 1, 256, 64, torch.bfloat16, [(255, 3), (0, 1025)], None),  # blocks longer than a tile of keys
+        (3, 3, 8, 128, torch.float16, [(5, 700), (8, 8)], None),
+        (2, 2, 32, 64, torch.float16, [(0, 3000), (3000, 2100)], None),
+        # Small ones, whose programs still go from tile to tile: each has some turns, and each buffer is filled again.
+        (4, 2, 16, 64, torch.bfloat16, [(0, 1), (77, 130), (128, 128), (500, 17)], 5),
+        (2, 1, 256, 64, torch.bfloat16, [(255, 3), (400, 130)], 2),
+        (3, 3, 8, 128, torch.float16, [(5, 140), (300, 8)], 4),
     ],
 )
 def test_attention_equals_the_dense_one(
-    N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]]
-) -> None:
+    N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]], num_programs: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Pools are NaN where no token was written, empty tiles are skipped, rows without one stay as they are."""
+    if num_programs is not None:
+        monkeypatch.setattr(prefill_hopper, "_num_programs", lambda device: num_programs)
     torch.manual_seed(H + S)
     M = max(start + count for start, count in chunks) // S + 3
     P = M * len(chunks) + 2
