@@ -12,6 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V, SMALL = 40, 3  # of so few different tokens, words come up often
 
 
+@pytest.mark.sanitize
 def test_what_would_complete_a_word_is_forbidden_and_nothing_else() -> None:
     rng = np.random.default_rng(0)
     R = 24

@@ -40,6 +40,7 @@ def noise(kv: KvPool) -> KvPool:
     return kv
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (16, 16), (128, 16)])
 def test_blocks_are_gathered_and_scattered_byte_by_byte(dtype: torch.dtype, head_dim: int, block_size: int) -> None:

@@ -42,6 +42,7 @@ def spread_logits(rows: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return logits.to(dtype)
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_those_of_the_whole_sampler_step_after_step(dtype: torch.dtype) -> None:
     both = SamplingPair(SAMPLING, seed=1, vocab=VOCAB)
@@ -52,6 +53,7 @@ def test_tokens_are_those_of_the_whole_sampler_step_after_step(dtype: torch.dtyp
         assert got == wanted, step
 
 
+@pytest.mark.sanitize
 def test_a_flat_distribution_is_cut_past_the_candidates() -> None:
     both = SamplingPair(FLAT, seed=2, vocab=VOCAB)
     for step in range(2):
@@ -59,6 +61,7 @@ def test_a_flat_distribution_is_cut_past_the_candidates() -> None:
         assert got == wanted, step
 
 
+@pytest.mark.sanitize
 def test_any_number_of_candidates_and_any_temperature() -> None:
     sampling = [
         {"temperature": 1.0, "top_k": 65},
@@ -91,6 +94,7 @@ def test_a_hot_row_draws_among_all_that_top_k_leaves() -> None:
     assert not drawn <= set(logits[0, :VOCAB].topk(64).indices.tolist())
 
 
+@pytest.mark.sanitize
 def test_typical_tokens_are_kept_after_the_other_filters() -> None:
     sampling = [
         {"temperature": 1.0, "typical_p": 0.5},
@@ -105,6 +109,7 @@ def test_typical_tokens_are_kept_after_the_other_filters() -> None:
         assert got == wanted, step
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_within_so_many_deviations_of_the_largest_are_kept_before_the_other_filters(dtype: torch.dtype) -> None:
     """Near and far cuts, those past the candidates included; masks and biases change what deviates."""
@@ -153,6 +158,7 @@ def test_equal_logits_stay_or_fall_together() -> None:
         assert got == wanted
 
 
+@pytest.mark.sanitize
 def test_a_vocabulary_of_a_few_groups_and_rows_without_a_finite_logit() -> None:
     both = SamplingPair(SAMPLING[:8], seed=4, vocab=150)
     logits = torch.randn(8, 160, generator=torch.Generator().manual_seed(1))

@@ -36,6 +36,7 @@ def check(T: int, D: int, I: int, dtype: torch.dtype, tiles: GateUpTiles) -> Non
     assert room[T:].isnan().all()
 
 
+@pytest.mark.sanitize(only=lambda T, dtype: T in (65, 300) and dtype != torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("T", "D", "I"),
@@ -50,10 +51,12 @@ def test_gate_up_product_equals_its_reference(T: int, D: int, I: int, dtype: tor
     check(T, D, I, dtype, SMALL)
 
 
+@pytest.mark.sanitize(only=lambda T, dtype: T == 300 and dtype != torch.float16)
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("T", "D", "I"), [(1024, 896, 4864), (2500, 896, 4864), (1100, 1536, 8960), (130, 3584, 18944), (8200, 64, 128)]
+    ("T", "D", "I"),
+    [(1024, 896, 4864), (2500, 896, 4864), (1100, 1536, 8960), (130, 3584, 18944), (8200, 64, 128), (300, 896, 256)],
 )
 def test_the_tiles_that_serve_equal_the_reference(T: int, D: int, I: int, dtype: torch.dtype) -> None:
     check(T, D, I, dtype, TILES)

@@ -67,6 +67,7 @@ class Cache:
         return [out[firsts[i] : firsts[i + 1]].cpu() for i in range(len(pieces))]
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (3, 3, 32), (2, 1, 128)])
 def test_every_token_equals_the_reference(N: int, K: int, H: int, dtype: torch.dtype) -> None:

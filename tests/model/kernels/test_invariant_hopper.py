@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl
 
-from octavo.model.kernels.attention import invariant_hopper, invariant_ring
+from octavo.model.kernels.attention import invariant_hopper, invariant_ring, prefill_hopper
 from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention_reference, partial_buffers
 from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks, plan_work, plan_work_reference
 from octavo.model.kernels.attention.invariant_hopper import (
@@ -56,6 +56,7 @@ def in_fixed_chunks(args: DecodeArgs, max_context: int, target_items: int = 100)
     return replace(args, work=work, partial_out=out.fill_(float("nan")), partial_ml=ml.fill_(float("nan")))
 
 
+@pytest.mark.sanitize(only=lambda lengths: len(lengths) == 8)
 @pytest.mark.parametrize("target_items", [1, 4, 200])
 @pytest.mark.parametrize("lengths", [[70], [0], [511, 512, 10], [1, 2, 3, 5000, 0, 1023, 1024, 1025], [700] * 400])
 def test_items_are_whole_chunks_and_have_the_new_token(lengths: list[int], target_items: int) -> None:
@@ -80,12 +81,14 @@ def test_items_are_whole_chunks_and_have_the_new_token(lengths: list[int], targe
     assert len(set(parts)) == len(parts) <= limits.capacity(len(lengths))
 
 
+@pytest.mark.sanitize(only=lambda positions, has_bias: max(positions) in (256, 1100) and has_bias)
 @pytest.mark.parametrize(
     ("N", "K", "H", "positions"),
     [
         (14, 2, 64, [0, 15, 127, 128, 129, 255, 256, 300]),
         (28, 4, 128, [129, 40, 256]),
         (16, 16, 64, [31, 150]),
+        (14, 2, 64, [1100, 1]),
         (14, 2, 64, [2600, 1]),
     ],
 )
@@ -119,6 +122,7 @@ def test_decodes_equal_their_reference(
     assert not args.work.arrived_BK.any()
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True)], ids=["bias", "norm of heads"])
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (12, 2, 128)])
 def test_heads_of_prompts_equal_their_reference(
@@ -211,6 +215,21 @@ class Contexts:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
+
+
+@pytest.mark.sanitize
+@ON_HOPPER
+@pytest.mark.parametrize(("N", "K", "H"), [(4, 2, 64), (4, 4, 128)])
+def test_prompts_equal_their_reference(N: int, K: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By few programs, which go from tile to tile; contexts of no, one and several whole chunks before the last."""
+    monkeypatch.setattr(prefill_hopper, "_num_programs", lambda device: 5)
+    here = Contexts([1, 130, CHUNK_TOKENS, 2 * CHUNK_TOKENS + 77], N, K, H, has_norm=False)
+    chunks = [(row, here.firsts[row], 0, length) for row, length in enumerate(here.lengths)]
+    wanted = prefill_attention_reference(
+        here.q.cpu(), *(pool.cpu() for pool in here.pools), here.table.cpu(), torch.from_numpy(list_tiles(chunks)),
+        H**-0.5,
+    )  # fmt: skip
+    torch.testing.assert_close(here.in_chunks(600).cpu().float(), wanted, atol=2e-2, rtol=2e-2)
 
 
 @ON_HOPPER

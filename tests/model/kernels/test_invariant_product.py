@@ -37,6 +37,7 @@ def product(
     return out.cpu()
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 96, 64), (15, 130, 96), (17, 70, 2600), (70, 64, 200)])
 def test_a_product_equals_its_reference(T: int, O: int, K: int, dtype: torch.dtype) -> None:
@@ -62,6 +63,7 @@ def test_a_row_has_the_same_bits_in_any_batch(O: int, K: int, dtype: torch.dtype
         assert torch.equal(product(x[rows], weight, residual=residual[rows]), added[rows]), (first, count)
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
@@ -93,6 +95,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         invariant_product(x, weight, torch.zeros(4, 63), part)
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul_equals_its_reference_and_is_the_same_for_a_token_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(actual.cpu().float(), expected.float(), atol=limit, rtol=limit, equal_nan=True)
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "I", "D"), [(1, 48, 20), (5, 1100, 96), (3, 1024, 128)])
 def test_silu_mul_equals_its_reference(T: int, I: int, D: int, dtype: torch.dtype) -> None:
@@ -42,6 +43,7 @@ def pools_and_table(R: int, M: int, K: int, S: int, H: int, dtype: torch.dtype) 
     return (*pools, torch.randperm(P)[: R * M].view(R, M).int())
 
 
+@pytest.mark.sanitize(only=lambda dtype, has_bias: dtype != torch.float32 and has_bias)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (3, 3, 128), (8, 1, 32)])
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True), (True, True), (False, False)])
@@ -70,6 +72,7 @@ def test_rope_write_equals_its_reference(
     close(device_pools[1], v_pool, dtype)
 
 
+@pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("N", "K", "H", "chunks"),

@@ -1,6 +1,6 @@
 """Two kernels with a planted mistake each: a checker must find them.
 
-    python -m bench.gpu.planted memcheck|racecheck
+    python -m bench.gpu.sanitize.planted memcheck|racecheck
 
 memcheck: a store behind the end of an allocation (triton). racecheck: two warps that exchange numbers through shared
 memory without a barrier (CUDA C, compiled by torch). Prints and writes nothing: what the checker says is the result

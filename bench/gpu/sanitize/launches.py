@@ -1,0 +1,88 @@
+"""What a test launches: a plugin of pytest that keeps the tests chosen for sanitizers, and notes each one's kernels.
+
+    python -m pytest -p bench.gpu.sanitize.launches --sanitized --launches PATH tests/model/kernels
+
+--sanitized keeps tests that are marked: `@pytest.mark.sanitize`, or those of its cases for whose parameters
+`@pytest.mark.sanitize(only=...)` says so. --launches adds a line of JSON to the file for each test that passed: its
+name, its seconds, and what shared memory each of its kernels has, in bytes. Kernels in triton's interpreter have none.
+"""
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOM = "octavo.model.kernels."
+
+
+def kernel_name(kernel: Any) -> str:
+    """Where it is defined, below the room of kernels."""
+    return f"{kernel.fn.__module__.removeprefix(ROOM)}.{kernel.fn.__name__}"
+
+
+class Launches:
+    """Notes what is launched, once it `begins`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Not before: conftest decides whether triton interprets.
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        self._shared: dict[str, int] = {}
+        for kind in (JITFunction, InterpretedFunction):
+            kind.run = self._noting(kind.run)
+
+    def _noting(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+            compiled = launch(kernel, *args, grid=grid, warmup=warmup, **named)
+            if not warmup:
+                name, shared = kernel_name(kernel), getattr(getattr(compiled, "metadata", None), "shared", 0)
+                self._shared[name] = max(shared, self._shared.get(name, 0))
+            return compiled
+
+        return run
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Note the test, where it passes."""
+        self._shared, start_s = {}, time.monotonic()
+        yield
+        told = {"test": item.nodeid, "seconds": time.monotonic() - start_s, "kernels": self._shared}
+        with self._path.open("a") as file:
+            file.write(json.dumps(told) + "\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The two."""
+    parser.addoption("--sanitized", action="store_true", help="only tests that are marked for it")
+    parser.addoption("--launches", type=Path, help="note kernels of passed tests here")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin."""
+    path = config.getoption("--launches")
+    if path is not None:
+        config.pluginmanager.register(Launches(path))
+
+
+def is_chosen(item: pytest.Item) -> bool:
+    """Whether its mark says so."""
+    mark = item.get_closest_marker("sanitize")
+    only = None if mark is None else mark.kwargs.get("only")
+    if only is None:
+        return mark is not None
+    params = item.callspec.params  # type: ignore[attr-defined]
+    return bool(only(**{name: params[name] for name in inspect.signature(only).parameters}))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what was asked for."""
+    if config.getoption("--sanitized"):
+        left_out = [item for item in items if not is_chosen(item)]
+        items[:] = [item for item in items if is_chosen(item)]
+        config.hook.pytest_deselected(items=left_out)
