@@ -120,6 +120,22 @@ def test_what_the_time_does_not_allow_is_told(
     assert "NOT RUN, time is over" in capsys.readouterr().out
 
 
+def test_a_race_is_triton_s_own_where_all_its_places_are() -> None:
+    lines = (ROOT / "model/kernels/attention/warp_groups.py").read_text().splitlines()
+    head, specialize, half = (
+        next(number for number, line in enumerate(lines, 1) if word in line)
+        for word in ("def attend_kernel(", "gl.warp_specialize(", "half.store(")
+    )
+    report = """.========= Error: Race reported between Read access at attend_kernel+0x100 in warp_groups.py:{}
+=========     and Write access at attend_kernel+0xf080 in warp_groups.py:{} [4 hazards]
+=========     and Write access at attend_kernel+0x19c30 in warp_groups.py:{} [8 hazards]
+=========
+.                                                                        [100%]
+"""
+    own, consumers = report.format(head, head, specialize), report.format(head, specialize, half)
+    assert [sanitize.num_hand_overs(log) for log in ("", own, consumers, own + consumers + own)] == [0, 1, 0, 2]
+
+
 def test_a_process_that_does_not_end_is_killed_with_what_it_started(calls: Path, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     wait = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
