@@ -1,4 +1,5 @@
-"""What the host changed since the last step, written into the rows' state by one small kernel.
+"""What goes between the host and a step: changes, which a small kernel writes into the rows' state, and results, which
+another writes into the host's memory.
 
 All state of the rows lies in one buffer of 32-bit words (model/gpu/state.py), so a change is an index and a value,
 whatever it means: a new block, a new temperature, another row in the batch.
@@ -8,7 +9,10 @@ whatever it means: a new block, a new temperature, another row in the batch.
 
 The kernel sets the count to zero, so that a step to which nothing was sent (a replayed graph) changes nothing.
 
-Legend: U words of the upload · W words of the state.
+Results are a few hundred bytes. A copy of them waits for the device's copy engine and the next step for the copy, which
+takes twice as long as a kernel that writes them over the link.
+
+Legend: U words of the upload · W words of the state · Y bytes of results.
 """
 
 import torch
@@ -53,3 +57,21 @@ def apply_changes(upload_U: torch.Tensor, words_W: torch.Tensor) -> None:
     check_tensor("upload_U", upload_U, shape=(None,), dtype=torch.int32)
     check_tensor("words_W", words_W, shape=(None,), dtype=torch.int32)
     _apply_changes_kernel[(1,)](upload_U, words_W, LANES=LANES, num_warps=8)
+
+
+@triton.jit
+def _send_result_kernel(result_Y, host_Y, count, LANES: tl.constexpr):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    has = i < count
+    tl.store(host_Y + i, tl.load(result_Y + i, mask=has), mask=has)
+
+
+def send_result(result_Y: torch.Tensor, host_Y: torch.Tensor) -> None:
+    """host_Y, on the host and pinned where results are on a device, becomes result_Y. Both uint8. It is there when the
+    launch has ended, for whom waits for that.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    check_tensor("result_Y", result_Y, shape=(None,), dtype=torch.uint8)
+    check_tensor("host_Y", host_Y, shape=tuple(result_Y.shape), dtype=torch.uint8)
+    _send_result_kernel[(triton.cdiv(len(result_Y), LANES),)](result_Y, host_Y, len(result_Y), LANES=LANES, num_warps=4)

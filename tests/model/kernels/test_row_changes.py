@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes, apply_changes_reference
+from octavo.model.kernels.row_changes import HEADER_WORDS, LANES, apply_changes, apply_changes_reference, send_result
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAYLOAD = 5
@@ -42,3 +42,25 @@ def test_every_change_lands_and_nothing_else_moves(count: int) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="words_W"):
         apply_changes(torch.zeros(8, dtype=torch.int32), torch.zeros(8))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("count", [5, LANES, 3 * LANES + 7])
+def test_results_come_to_the_host_whole(count: int) -> None:
+    is_pinned = DEVICE == "cuda"
+    results = [torch.randint(0, 256, (count,), dtype=torch.uint8).to(DEVICE) for _ in range(2)]
+    host = [torch.full((count,), 77, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
+    for result, buffer in zip(results, host, strict=True):
+        send_result(result, buffer)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    for result, buffer in zip(results, host, strict=True):
+        assert torch.equal(buffer, result.cpu())
+
+
+def test_results_for_memory_that_does_not_fit_are_refused() -> None:
+    result = torch.zeros(8, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match="host_Y has shape"):
+        send_result(result, torch.zeros(9, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="host_Y is torch"):
+        send_result(result, torch.zeros(8, dtype=torch.int8))

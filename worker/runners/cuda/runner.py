@@ -1,9 +1,9 @@
 """The runner that executes plans on a CUDA device, one step ahead of its results.
 
     launch(plan):   changed rows and inputs of the chunks in one copy  ->  a recorded step  ->  sampling parameters
-                    ->  copy of the tokens
+                    ->  the tokens, written into the host's memory
     constrain():    where rows have grammars, the last two wait for it
-    collect():      wait for the oldest step's copy, and for nothing else
+    collect():      wait for the oldest step's tokens, and for nothing else
 
 Tokens, positions and block tables stay on the device: a decode step that follows another sends only new blocks, and the
 batch where its rows are other ones. `plan.decode_positions_S` is therefore not sent; it finds missing blocks here. Must
@@ -21,6 +21,7 @@ import torch
 from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.gpu.decode_step import RESULT_BYTES
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.row_changes import send_result
 from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner, Launching, OnProgress
 from octavo.worker.runners.cuda.host_copies import HostCopies, copy_one_block
@@ -46,9 +47,9 @@ class StepOutputs:
 
 
 class ResultBuffers:
-    """Brings a step's tokens back: a copy behind the step into pinned memory, and an event to wait for.
+    """Brings a step's tokens back: a kernel behind the step writes them into pinned memory, and an event to wait for.
 
-    The copy is in the step's own stream. A side stream would have to be waited for before the next step may overwrite
+    The kernel is in the step's own stream. A side stream would have to be waited for before the next step may overwrite
     the result, which costs the device more than these few hundred bytes (two events against about two microseconds).
     Buffers are used in turn, one for each step in flight.
 
@@ -65,9 +66,9 @@ class ResultBuffers:
         self._turn = 0
 
     def send(self, *, num_answers: int) -> int:
-        """Enqueue the copy of the result and of the first rows' log-probabilities; returns what to `wait` for."""
+        """Enqueue what brings the result and the first rows' log-probabilities; returns what to `wait` for."""
         turn = self._turn
-        self._buffers[turn].copy_(self._result, non_blocking=True)
+        send_result(self._result, self._buffers[turn])
         if num_answers:
             self._answers[turn][:num_answers].copy_(self._answer_BX[:num_answers], non_blocking=True)
         if self._events:
@@ -76,7 +77,7 @@ class ResultBuffers:
         return turn
 
     def wait(self, turn: int) -> StepOutputs:
-        """Wait for that copy."""
+        """Wait for that to be there."""
         if self._events:
             self._events[turn].synchronize()
         array = self._buffers[turn].numpy()
@@ -180,6 +181,7 @@ class CudaRunner:
         """Enqueue everything that serving launches, once: to compile it."""
         self.graphs.run_all()
         self._step_sampler.warm_up()
+        self._results.send(num_answers=0)
         copy_one_block(self.graphs.kv)
 
     # ------------------------------------------------------------ the protocol
