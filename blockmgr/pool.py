@@ -11,7 +11,7 @@ the owners are, what a table row looks like, nor that there is another tier.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -54,18 +54,18 @@ class StepFence:
         self._open.append(step)
         self._last_begun = step
 
-    def end(self, step: int) -> list[np.ndarray]:
-        """The oldest step in flight has ended; the blocks that waited for it alone, in order of release.
+    def end(self, step: int) -> np.ndarray:
+        """The oldest step in flight has ended; the blocks that waited for it alone, int32, in order of release.
         ValueError for any other step."""
         if not self._open or self._open[0] != step:
             raise ValueError(f"step {step} ends, in flight are {list(self._open)}")
         self._open.popleft()
         passed = []
         while self._holds and self._holds[0][0] <= step:
-            _, hold, blocks = self._holds.popleft()
-            passed.append(blocks[self._hold_P[blocks] == hold])
-            self.discard(passed[-1])
-        return passed
+            passed.append(self._holds.popleft())
+        alive = self._alive(passed)
+        self.discard(alive)
+        return alive
 
     def hold(self, blocks: np.ndarray) -> None:
         """Keep released blocks, int32, distinct, until all steps now in flight have ended."""
@@ -87,8 +87,14 @@ class StepFence:
 
     def to_array(self) -> np.ndarray:
         """Held blocks, int32, in order of release."""
-        alive = [blocks[self._hold_P[blocks] == hold] for _, hold, blocks in self._holds]
-        return np.concatenate(alive) if alive else np.empty(0, np.int32)
+        return self._alive(self._holds)
+
+    def _alive(self, holds: Collection[tuple[int, int, np.ndarray]]) -> np.ndarray:
+        """Of these, the blocks that have not been used again since."""
+        if not holds:
+            return _NO_BLOCKS
+        blocks = np.concatenate([blocks for _, _, blocks in holds])
+        return blocks[self._hold_P[blocks] == np.repeat([hold for _, hold, _ in holds], [len(b) for _, _, b in holds])]
 
 
 class LruQueue:
@@ -263,7 +269,8 @@ class BlockPool:
 
     def end_step(self, step: int) -> None:
         """The oldest step in flight has ended: what waited for it becomes free."""
-        for blocks in self.fence.end(step):
+        blocks = self.fence.end(step)
+        if len(blocks):
             self._settle(blocks)
 
     def forget(self, blocks: np.ndarray) -> None:

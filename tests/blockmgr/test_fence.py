@@ -81,6 +81,22 @@ def test_deferred_blocks_are_given_up_in_the_order_of_their_release(make_manager
     assert (manager.match(TEN), manager.match(TEN + 50)) == (4, 0)
 
 
+def test_what_a_step_held_is_settled_at_once_however_many_were_released(
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all rows of a batch end together, the device waits for it."""
+    manager = make_manager(num_blocks=12)
+    slots = [manager.admit(name, TEN + 50 * i, reserve_tokens=8).slot for i, name in enumerate("abc")]
+    manager.begin_step(1)
+    for slot, name in zip(slots, "abc", strict=True):
+        manager.release(slot, name)
+    settled, settle = [], manager._pool._settle
+    monkeypatch.setattr(manager._pool, "_settle", lambda blocks: (settled.append(len(blocks)), settle(blocks)))
+    manager.end_step(1)
+    assert settled == [6]
+    assert (manager.num_free, manager.audit().violations) == (12, ())
+
+
 @pytest.mark.parametrize("step", [0, 2, 3, 4])
 def test_steps_end_in_order(step: int) -> None:
     fence = StepFence(4)
