@@ -93,8 +93,8 @@ test-gpu: dev ## the tests that need a CUDA device, JOBS=8 at once since compili
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n $(JOBS) -m "not alone" $(GPU_TESTS)
 	@$(BIN)/python -m pytest -p no:benchmark -m alone $(GPU_TESTS)
 
-sanitize-gpu: dev ## the kernel tests under compute-sanitizer, memcheck and racecheck
-	@$(BIN)/python -m bench.gpu.sanitize --jobs $(JOBS)
+sanitize-gpu: dev ## every kernel under compute-sanitizer, memcheck and racecheck, in a few minutes on 16 cores
+	@$(BIN)/python -m bench.gpu.sanitize
 
 SEEDS ?= 0:100
 sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with SIM="--requests 1000 --jobs 4 --shrink"

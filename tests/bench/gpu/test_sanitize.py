@@ -105,12 +105,14 @@ def test_a_control_that_finds_nothing_and_tests_that_fail_are_told(
     calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLANTED", "0")
+    monkeypatch.setattr(sanitize, "TESTS_OF_A_PROCESS", 20)
     assert run(monkeypatch, "--tools", "memcheck", "--all", "--", "tests/test_cases.py") == 1
     told = capsys.readouterr().out
     assert "control: memcheck found 0 of what was planted" in told
     assert "NO  compile" in told
     assert "| kernels._add_kernel | 10 clean, " in told
-    assert "0 errors, 5 passed" in told
+    assert "1 failed, 11 passed, 1 skipped" in told
+    assert "0 errors, 10 passed" in told
 
 
 def test_what_the_time_does_not_allow_is_told(
