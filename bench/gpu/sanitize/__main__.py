@@ -164,15 +164,19 @@ def run(tool: str, file: str, command: list[str], timeout_s: float, *, asked: li
 
 
 def num_hand_overs(log: str) -> int:
-    """Races that the tool reports between places of triton's own code alone."""
-    reports = [re.split(r"\n(?!=+ +and )", report)[0] for report in log.split(RACE)[1:]]
-    return sum(all(is_hand_over(*place) for place in PLACE.findall(report)) for report in reports)
+    """Races that the tool reports between places of triton's own code alone. An access without a line is none."""
+    reports = [re.split(r"\n(?!=+ +and )", report)[0].splitlines() for report in log.split(RACE)[1:]]
+    return sum(all(is_hand_over(access) for access in report) for report in reports)
 
 
-def is_hand_over(file: str, number: str) -> bool:
-    """Whether the line of a kernel's file is such a place."""
-    (path,) = (REPOSITORY / KERNELS).rglob(file)
-    return HAND_OVER.match(path.read_text().splitlines()[int(number) - 1]) is not None
+def is_hand_over(access: str) -> bool:
+    """Whether the line of a kernel's file that it names is such a place."""
+    found = PLACE.search(access)
+    if found is None:
+        return False
+    files = [path.read_text().splitlines() for path in (REPOSITORY / KERNELS).rglob(found[1])]
+    lines = ["".join(file[int(found[2]) - 1 : int(found[2])]) for file in files]
+    return bool(lines) and all(HAND_OVER.match(line) for line in lines)
 
 
 def output_of(command: list[str], timeout_s: float, *, caches_memory: bool) -> str:

@@ -57,7 +57,7 @@ def scratch(O: int, T: int) -> QuantScratch:
 KINDS = ["fp8", "int4", "int8", "int4 zeros order factor", "int8 zeros factor"]
 
 
-@pytest.mark.sanitize(only=lambda T, dtype: T in (3, 17) and dtype != torch.float32)
+@pytest.mark.sanitize(only=lambda T, dtype: T in (1, 3, 17) and dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
