@@ -292,6 +292,18 @@ def test_a_worker_that_dies_is_started_again_where_it_was(cluster: Raylets, tmp_
         assert "died (signal 9); starting it again in 0.25 s" in service.log.read_text()
 
 
+def test_a_worker_of_two_ranks_is_placed_on_one_host(cluster: Raylets, tmp_path: Path) -> None:
+    """The workers learn the gateways from a file there, which their other ranks need not know."""
+    nodes = [cluster.add(cpus=1), cluster.add(cpus=2)]
+    asked = ("--device=cpu", "--tensor-parallel-size=2", "--num-blocks=256", "--page=off")
+    with serve(tmp_path, *asked, f"--cluster={cluster.address}") as service:
+        service.wait_until_supervised()
+        assert [len(cluster.processes(node)) for node in nodes] == [0, 1]
+        with Client(service.target) as client:
+            answer = client.complete(text="Once upon a time", temperature=0, max_tokens=8)
+        assert answer.finished.receipt.tensor_parallel_size == 2
+
+
 def test_workers_end_with_a_supervisor_that_is_killed(cluster: Raylets, tmp_path: Path) -> None:
     node = cluster.add(cpus=1)
     with launch(tmp_path, *ORACLE, f"--cluster={cluster.address}") as service:

@@ -86,18 +86,11 @@ class FollowerProcesses:
         self._processes = [self._start(config, rank) for rank in range(1, config.tensor_parallel_size)]
         for process in self._processes:
             threading.Thread(target=self._watch, args=(process,), name="rank", daemon=True).start()
-        told = replace(config, gateway_endpoints=(), registration_token="", curve=None)
-        meeting, board = str(folder / MEETING), str(folder / BOARD)
-        for rank in range(1, config.tensor_parallel_size):
-            device, _ = place_of_rank(config.device, rank, os.environ)
-            told_rank = replace(told, device=device)
-            task = Task(config=told_rank, rank=rank, parent=os.getpid(), meeting=meeting, board=board)
-            frame = _ENCODER.encode(task)
-            try:
-                self._write(rank, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
-            except (GroupLost, OSError):  # it has ended already
-                self.close()
-                raise
+        try:
+            self._tell(config, meeting=str(folder / MEETING), board=str(folder / BOARD))
+        except BaseException:  # one may have ended already
+            self.close()
+            raise
 
     def send(self, frame: bytes) -> None:
         """See Followers."""
@@ -148,6 +141,16 @@ class FollowerProcesses:
                 process.kill()
                 process.wait()
         self._ring.close()
+
+    def _tell(self, config: WorkerConfig, *, meeting: str, board: str) -> None:
+        """Their settings, without what is rank 0's alone."""
+        told = replace(config, gateway_endpoints=(), gateway_endpoints_file=None, registration_token="", curve=None)
+        for rank in range(1, config.tensor_parallel_size):
+            device, _ = place_of_rank(config.device, rank, os.environ)
+            told_rank = replace(told, device=device)
+            task = Task(config=told_rank, rank=rank, parent=os.getpid(), meeting=meeting, board=board)
+            frame = _ENCODER.encode(task)
+            self._write(rank, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
     def _start(self, config: WorkerConfig, rank: int) -> "subprocess.Popen[bytes]":
         _, changes = place_of_rank(config.device, rank, os.environ)

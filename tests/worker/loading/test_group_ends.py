@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from octavo.wire.messages import SamplingParams
-from octavo.worker.config import WorkerConfig
+from octavo.worker.config import CurveConfig, WorkerConfig
 from octavo.worker.loading import group
 from octavo.worker.loading.group import EXIT_LOST, load_group
 from octavo.worker.loading.loaded import Loaded
@@ -89,6 +89,21 @@ def test_rank_0_ends_where_a_sum_of_a_gpu_does_not_let_it_out(loaded: Loaded, mo
     follower.kill()
     assert ended.wait(60)
     assert statuses == [group.EXIT_LOST]
+
+
+def test_followers_are_told_nothing_of_gateways(tmp_path: Path) -> None:
+    """Endpoints in a file, as on a cluster, and keys: they go to rank 0 alone, and could not be sent."""
+    config = WorkerConfig(
+        model=str(write_tiny_checkpoint(tmp_path / "model")), gateway_endpoints=(), num_blocks=64, num_threads=1,
+        gateway_endpoints_file=tmp_path / "gateways", registration_token="a word",
+        curve=CurveConfig(secret_key_file=tmp_path / "a", gateway_public_key_file=tmp_path / "b"),
+        max_num_seqs=4, max_batch_tokens=16, max_model_len=48, tensor_parallel_size=2,
+    )  # fmt: skip
+    loaded = load_group(config, lambda _stage, _done, _total: None)
+    try:
+        step(loaded.runner)
+    finally:
+        loaded.runner.close()
 
 
 START = """import sys
