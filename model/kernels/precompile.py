@@ -1,18 +1,22 @@
 """Compiling kernels many at a time, before the first of them is launched.
 
 Triton compiles a kernel at its first launch, one after the other, and then has a C compiler build what launches it, a
-library for each kind of arguments: together the better part of a minute of a first start. Most of that runs outside
-Python's lock, so threads share it well.
+library for each kind of arguments: together the better part of a minute of a first start. Processes do it beside each
+other where there are some, while this one finds out what else is launched, and leave it on disk; else threads, since
+most of it runs outside Python's lock.
 
-Must not know: any particular kernel.
+Must not know: any particular kernel, where processes come from.
 """
 
+import importlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -47,47 +51,151 @@ def wake_compiler(device: torch.device) -> Thread:
     return thread
 
 
-class _Tasks(Executor):
-    """What compiles kernels, until `run`: each also builds what launches its kernel, where no other's is the same."""
+class Helpers(Protocol):
+    """Processes in which `help_compiling` answers requests."""
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def ask(self, request: bytes) -> bool:
+        """Let one of them answer, and wait until it has, in any thread; False where it could not."""
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+
+
+class _Request(NamedTuple):
+    """A kernel, as triton's compiler takes it. launcher: of a driver, to be built, too; None for the kernel alone."""
+
+    source: type
+    kernel: Any
+    signature: Any
+    constexprs: Any
+    attrs: Any
+    options: dict[str, Any]
+    target: Any
+    launcher: Any = None
+
+    def packed(self) -> bytes | None:
+        """For another process that has imported what this one has; None where it cannot go there."""
+        file = BytesIO()
+        try:
+            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(self))
+        except Exception:  # whatever an argument's own way of being packed raises
+            return None
+        return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Packs a kernel as the name that its module has for it, and what its place on disk is named by: as triton hashes
+    a kernel's constants, that depends on which other kernels were hashed before."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, JITFunction):
+            return _named, (value.fn.__module__, value.fn.__qualname__, value.cache_key)
+        return NotImplemented
+
+
+def _named(module: str, name: str, cache_key: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    while not isinstance(found, JITFunction):  # what chooses a kernel's settings has it so
+        found = found.fn
+    found.hash = cache_key
+    return found
+
+
+def wake_helper() -> None:
+    """Do what takes a helper long before its first request, in the process of which helpers are forked: triton reads
+    and hashes its own files, of hundreds of megabytes."""
+    with suppress(ImportError):  # of another triton
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def help_compiling(request: bytes) -> None:
+    """Leave on disk what a helper is asked for. Raises what the compiler does."""
+    asked = _Request(*pickle.loads(request))
+    source = asked.source(asked.kernel, asked.signature, asked.constexprs, asked.attrs)
+    kernel = triton.compile(source, target=asked.target, options=asked.options)
+    if asked.launcher is not None:
+        asked.launcher(kernel.src, kernel.metadata)
+
+
+class _Tasks(Executor):
+    """What compiles kernels: each also builds what launches its kernel, where no other's is the same. With helpers they
+    begin as they are submitted, else at `run`."""
+
+    def __init__(self, helpers: Helpers | None, num_threads: int) -> None:
+        self._helpers = helpers
+        self._pool = ThreadPoolExecutor(num_threads, "compile")
+        self._tasks: list[tuple[Future[Any], Callable[[], Any], _Request]] = []
         self._built = set[str]()
         self._lock = Lock()
+        self._is_dropped = False
+        self.request: _Request | None = None
+        """What is submitted next."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._waiting.append((future, lambda: fn(*args, **kwargs)))
-        return future
+        assert self.request is not None
+        task = (Future[Any](), lambda: fn(*args, **kwargs), self.request)
+        self._tasks.append(task)
+        if self._helpers is not None:
+            self._pool.submit(self._run, *task)
+        return task[0]
 
-    def run(self, num_threads: int, on_progress: OnProgress) -> None:
+    def run(self, on_progress: OnProgress) -> None:
         """All of them."""
-        on_progress(0, len(self._waiting))
-        with ThreadPoolExecutor(num_threads, "compile") as pool:
-            running = [pool.submit(self._run, *each) for each in self._waiting]
-            for done, _ in enumerate(as_completed(running), 1):
-                on_progress(done, len(running))
+        on_progress(0, len(self._tasks))
+        if self._helpers is None:
+            for task in self._tasks:
+                self._pool.submit(self._run, *task)
+        for done, _ in enumerate(as_completed([future for future, *_ in self._tasks]), 1):
+            on_progress(done, len(self._tasks))
 
-    def drop(self) -> None:
+    def end(self) -> None:
         """Let nobody wait for those that have not run."""
-        for future, _ in self._waiting:
-            if not future.done():
-                future.set_exception(RuntimeError("it was not compiled"))
+        with self._lock:
+            self._is_dropped = True
+            for future, *_ in self._tasks:
+                if not future.done():
+                    future.set_exception(RuntimeError("it was not compiled"))
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, future: Future[Any], compile_kernel: Callable[[], Any]) -> None:
+    def _run(self, future: Future[Any], compile_kernel: Callable[[], Any], request: _Request) -> None:
+        kernel, error = None, None
         try:
-            kernel = compile_kernel()
-        except Exception as error:
-            future.set_exception(error)
-            return
+            self._ask(request)
+            if self._is_dropped:
+                return
+            kernel = compile_kernel()  # only read, where a helper has compiled it
+            self._build_launcher(kernel, request)
+        except Exception as raised:
+            error = raised
+        with self._lock:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(kernel)
+
+    def _build_launcher(self, kernel: Any, request: _Request) -> None:
         kind = str((*kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)))
         with self._lock:
             is_new = kind not in self._built
             self._built.add(kind)
-        if is_new:
+        launcher = driver.active.launcher_cls
+        if is_new and not self._ask(request._replace(launcher=launcher)) and not self._is_dropped:
             with suppress(Exception):  # the first launch says what is wrong
-                driver.active.launcher_cls(kernel.src, kernel.metadata)
-        future.set_result(kernel)
+                launcher(kernel.src, kernel.metadata)
+
+    def _ask(self, request: _Request) -> bool:
+        packed = request.packed() if self._helpers is not None else None
+        return packed is not None and self._helpers is not None and self._helpers.ask(packed)
 
 
 _compiling = False
@@ -99,29 +207,32 @@ def is_compiling() -> bool:
 
 
 @contextmanager
-def compiling(on_progress: OnProgress, *, num_threads: int | None = None) -> Iterator[None]:
-    """Kernels that are launched inside do not run: what is not compiled yet is, by threads, before the end, and so is
-    what launches them.
+def compiling(
+    on_progress: OnProgress, *, helpers: Helpers | None = None, num_threads: int | None = None
+) -> Iterator[None]:
+    """Kernels that are launched inside do not run: what is not compiled yet is, by helpers or threads, before the end,
+    and so is what launches them.
 
     Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
     compile raises what the compiler does at its first launch. One at a time, in one thread.
     """
-    # Threads wait for the last launch: beside them each operation of torch waits for Python's lock, and the launches,
-    # a second of work, end when the last kernel is compiled.
-    tasks = _Tasks()
-    with triton.AsyncCompileMode(tasks, ignore_errors=True), _only_compiling() as asked:
+    # Without helpers threads wait for the last launch: beside them each operation of torch waits for Python's lock, and
+    # the launches, a second of work, end when the last kernel is compiled.
+    num_helpers = helpers.size if helpers is not None else 0
+    tasks = _Tasks(helpers if num_helpers else None, num_threads or num_helpers or min(MAX_THREADS, os.cpu_count() or 1))
+    with triton.AsyncCompileMode(tasks, ignore_errors=True), _only_compiling(tasks) as asked:
         try:
             yield
-            tasks.run(num_threads or min(MAX_THREADS, os.cpu_count() or 1), on_progress)
+            tasks.run(on_progress)
         finally:
-            tasks.drop()
+            tasks.end()
             for kernels, key in asked:
                 if kernels[key].future.exception() is not None:
                     del kernels[key]
 
 
 @contextmanager
-def _only_compiling() -> Iterator[list[tuple[dict[str, Any], str]]]:
+def _only_compiling(tasks: _Tasks) -> Iterator[list[tuple[dict[str, Any], str]]]:
     """The list is of the kernels that were asked for: a table, and the key there."""
     global _compiling
     asked: list[tuple[dict[str, Any], str]] = []
@@ -131,7 +242,11 @@ def _only_compiling() -> Iterator[list[tuple[dict[str, Any], str]]]:
         return launch(kernel, *args, grid=grid, warmup=True, **named)
 
     def compile_once(kernel: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
-        kernels = kernel.device_caches[device][0]
+        kernels, _, target, *_ = kernel.device_caches[device]
+        constexprs, options, attrs, _ = rest
+        tasks.request = _Request(
+            kernel.ASTSource, kernel, signature, constexprs, attrs, dict(options.__dict__), target
+        )
         kernels[key] = compile_one(kernel, key, signature, device, *rest)  # the same launch again finds it there
         asked.append((kernels, key))
         return kernels[key]

@@ -6,7 +6,9 @@ Knows torch and the model, and nothing of sockets or requests.
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -36,6 +38,7 @@ from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.wire.host import usable_cores
 from octavo.worker.config import CheckNumerics, Deterministic, LoadFormat, SchedulerConfig, WorkerConfig
+from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
@@ -131,17 +134,28 @@ def load_torch(
 def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALONE) -> Prepared:
     """`load_torch` up to the first step. Raises what it raises."""
     check_deterministic(config)
-    if wants_cuda_runner(config):
-        require_executable(triton_folder(), "TRITON_CACHE_DIR")
-        _wake_compiler(torch.device(config.device))
-        if ranks.rank == 0:
-            read_ahead(mapped_libraries())
+    with ExitStack() as stack:
+        helpers = None
+        if wants_cuda_runner(config):
+            require_executable(triton_folder(), "TRITON_CACHE_DIR")
+            helpers = _fork_compilers(ranks)
+            if helpers is not None:
+                stack.callback(helpers.close)
+            _wake_compiler(torch.device(config.device))
+            if ranks.rank == 0:
+                read_ahead(mapped_libraries())
+        return _prepare(config, on_progress, ranks, helpers)
+
+
+def _prepare(
+    config: WorkerConfig, on_progress: OnProgress, ranks: Ranks, helpers: CompilerProcesses | None
+) -> Prepared:
     prefer_huge_pages()
     if (num_threads := _num_threads(config, ranks)) != torch.get_num_threads():
         torch.set_num_threads(num_threads)
     folder = _resolve(config, on_progress)
     described = describe(folder)
-    make_runner = _make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
+    make_runner = partial(_make_cuda_runner, helpers=helpers) if wants_cuda_runner(config) else _make_torch_runner
     scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
     model = _load_weights(config, folder, on_progress, ranks)
     runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
@@ -277,12 +291,29 @@ def _wake_compiler(device: torch.device) -> None:
     wake_compiler(device)
 
 
+def _fork_compilers(ranks: Ranks) -> CompilerProcesses | None:
+    import octavo.worker.runners.cuda.loading  # noqa: F401  (every kernel: the forks have them, too)
+    from octavo.model.kernels.precompile import help_compiling, wake_helper
+
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    size = max(1, min(MAX_PROCESSES, num_cores // ranks.size))
+    return CompilerProcesses.fork(size, wake=wake_helper, answer=help_compiling)
+
+
 def _make_cuda_runner(
-    config: WorkerConfig, model: CausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+    config: WorkerConfig,
+    model: CausalLM,
+    described: Described,
+    max_model_len: int,
+    on_progress: OnProgress,
+    *,
+    helpers: CompilerProcesses | None,
 ) -> WarmRunner:
     from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
 
-    return make_cuda_runner(config, model, described, max_model_len=max_model_len, on_progress=on_progress)
+    return make_cuda_runner(
+        config, model, described, max_model_len=max_model_len, on_progress=on_progress, helpers=helpers
+    )
 
 
 def _make_torch_runner(

@@ -14,8 +14,8 @@ from octavo.model.causal_lm import CausalLM
 from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import with_peer_sums
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.precompile import Helpers, compiling
 from octavo.model.kernels.precompile import OnProgress as OnKernels
-from octavo.model.kernels.precompile import compiling
 from octavo.worker.config import Deterministic, PrefixCacheMode, WorkerConfig
 from octavo.worker.loading.host_memory import begin_host_blocks
 from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
@@ -37,6 +37,7 @@ def make_cuda_runner(
     *,
     max_model_len: int,
     on_progress: OnProgress,
+    helpers: Helpers | None = None,
 ) -> CudaRunner:
     """Takes the model's weights: it cannot be used on its own afterwards. Ranks of a group do all of it at the same
     time, and settle what must be the same on all. Raises worker.loading.memory.DoesNotFit."""
@@ -82,7 +83,11 @@ def make_cuda_runner(
     kv_dtype = runner_config.kv_dtype or weights.dtype
     block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
     coming = begin_host_blocks(config.host_kv_gib, block_bytes, weights.embed_VD.device, ranks=ranks)
-    compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
+    compile_kernels(
+        weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total), helpers=helpers
+    )
+    if helpers is not None:
+        helpers.close()
     host = coming.take(lambda done, total: on_progress("taking_host_memory", done, total))
     rows = ranks.least(staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0]))
     on_progress("rehearsing_steps", None, None)
@@ -110,7 +115,9 @@ def make_cuda_runner(
     return runner
 
 
-def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: OnKernels) -> None:
+def compile_kernels(
+    weights: GpuWeights, config: CudaRunnerConfig, on_progress: OnKernels, *, helpers: Helpers | None = None
+) -> None:
     """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
     Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
     loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
@@ -119,7 +126,7 @@ def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: 
     first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:
         with torch.inference_mode():
-            with compiling(on_progress):
+            with compiling(on_progress, helpers=helpers):
                 runner = CudaRunner(first_layers, replace(config, num_blocks=1))
                 runner.run_all()
             torch.cuda.synchronize(weights.embed_VD.device)

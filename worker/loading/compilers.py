@@ -1,0 +1,146 @@
+"""Processes that compile a GPU's kernels while this one loads weights and finds out which kernels there are.
+
+They are forks of this process, which has imported all that they need, seconds of a start. It forks one, before it has
+threads and a CUDA context, which no fork survives; that one does what all of them need first, and forks the others.
+Each answers at one end of a pipe. They end at once when the process that forked them does, by whatever means.
+
+Must not know: kernels.
+"""
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+import torch
+
+from octavo.wire.host import die_with
+
+MAX_PROCESSES = 16
+ANSWER_TIMEOUT_S = 120.0
+"""For one kernel, on the slowest host."""
+END_TIMEOUT_S = 5.0
+_POLL_S = 0.01
+_DONE, _FAILED = b"1", b"0"
+
+Wake = Callable[[], None]
+Answer = Callable[[bytes], None]
+
+
+class CompilerProcesses:
+    """Implements `model.kernels.precompile.Helpers`."""
+
+    def __init__(self, pid: int, ends: list[socket.socket]) -> None:
+        self._pid: int | None = pid
+        self._ends = ends
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        for end in ends:
+            self._idle.put(Connection(os.dup(end.fileno())))
+
+    @classmethod
+    def fork(cls, size: int, *, wake: Wake, answer: Answer) -> "CompilerProcesses | None":
+        """So many. wake: what they need first, done once. answer: to a request. None where this process can no longer
+        fork safely, or the system refuses."""
+        if not hasattr(os, "fork") or torch.cuda.is_initialized() or threading.active_count() > 1:
+            return None
+        parent = os.getpid()
+        pairs = [socket.socketpair() for _ in range(size)]
+        try:
+            pid = os.fork()
+        except OSError:
+            pid = None
+        if pid == 0:
+            _end_after(lambda: _fork_all(parent, pairs, wake, answer))
+        for _, theirs in pairs:
+            theirs.close()
+        return None if pid is None else cls(pid, [ours for ours, _ in pairs])
+
+    @property
+    def size(self) -> int:
+        """See Helpers."""
+        return len(self._ends)
+
+    def ask(self, request: bytes) -> bool:
+        """See Helpers. One that has ended, or stands still, is not asked again."""
+        try:
+            connection = self._idle.get_nowait()
+        except Empty:
+            return False
+        try:
+            connection.send_bytes(request)
+            answer = connection.recv_bytes() if connection.poll(ANSWER_TIMEOUT_S) else None
+        except (OSError, EOFError):
+            return False
+        if answer is not None:
+            self._idle.put(connection)
+        return answer == _DONE
+
+    def close(self) -> None:
+        """See Helpers. What they are at is lost; who waits for an answer gets none."""
+        pid, self._pid = self._pid, None
+        if pid is None:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # the others end with it
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        with suppress(ChildProcessError):
+            while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+
+
+def _fork_all(parent: int, pairs: list[tuple[socket.socket, socket.socket]], wake: Wake, answer: Answer) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the worker
+    for ours, _ in pairs:
+        ours.close()
+    wake()
+    gc.freeze()
+    own = os.getpid()
+    for _, end in pairs:
+        if os.fork() == 0:
+            _end_after(lambda end=end: _answer_all(own, end, [each for _, each in pairs], answer))
+    for _, end in pairs:
+        end.close()
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _answer_all(parent: int, end: socket.socket, ends: list[socket.socket], answer: Answer) -> None:
+    """Until the pipe ends."""
+    die_with(parent)
+    for other in ends:
+        if other is not end:
+            other.close()
+    connection = Connection(end.detach())
+    with suppress(EOFError, OSError):
+        while True:
+            request = connection.recv_bytes()
+            try:
+                answer(request)
+                done = _DONE
+            except Exception:  # who asks does it alone then, and says what is wrong
+                done = _FAILED
+            connection.send_bytes(done)
+
+
+def _end_after(work: Callable[[], None]) -> NoReturn:
+    """End this process, a fork, without what its parent would do at its end."""
+    status = 1
+    try:
+        work()
+        status = 0
+    finally:
+        os._exit(status)
