@@ -17,7 +17,7 @@ from octavo.cli.errors import INTERRUPTED, CliError
 from octavo.cli.explain import explain, show_error
 from octavo.cli.help import PlainGroup
 from octavo.cli.serve import commands as serve_commands
-from octavo.cli.serve.launch import DEBUG_VARIABLE
+from octavo.cli.settings.setting import DEBUG_VARIABLE
 from octavo.cli.tools import commands as tools_commands
 
 app = typer.Typer(

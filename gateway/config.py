@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from octavo.gateway.text.render_pool import RenderLimits
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.grammar.limits import GrammarLimits
 
@@ -41,6 +40,16 @@ class LogFormat(Enum):
     AUTO = "auto"
     CONSOLE = "console"
     JSON = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderLimits:
+    """Of one rendering of a chat. wall_s: for a process that gets no CPU. memory_bytes: beyond an idle process's."""
+
+    cpu_s: float = 2.0
+    wall_s: float = 30.0
+    memory_bytes: int = 256 << 20
+    max_waiting: int = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from octavo.gateway.workers import WorkerPool, WorkerPoolConfig
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.bundle import bundle_digest
 from octavo.wire.codec import decode_to_gateway, encode
 from octavo.wire.messages import (

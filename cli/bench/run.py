@@ -21,7 +21,7 @@ from octavo.cli.client.connect import connect
 from octavo.cli.client.generate_options import request_fields
 from octavo.cli.errors import usage
 from octavo.cli.progress import Bars, PlainSteps, Step
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ClientSettings
 from octavo.client.requests import GenerateFields
 from octavo.v1 import model_pb2

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from octavo.cli.client.connect import channel_options_of, connect, credentials_of, metadata_of
 from octavo.cli.errors import usage
-from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import ClientSettings, HealthSettings
 from octavo.client.embeddings import EmbedFields
 from octavo.client.options import open_channel

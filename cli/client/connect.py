@@ -4,7 +4,7 @@ import grpc
 
 from octavo import AsyncClient, Client
 from octavo.cli.errors import usage
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import CallSettings
 from octavo.client.options import call_metadata, tls_credentials
 

@@ -38,7 +38,7 @@ from octavo.cli.serve.placement import (
 )
 from octavo.cli.serve.ports import free_port
 from octavo.cli.serve.service import Notice
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.whole_file import write_whole

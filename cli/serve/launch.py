@@ -18,13 +18,12 @@ from typing import Any
 
 from octavo.cli.errors import CliError
 from octavo.cli.serve.parent import PARENT_VARIABLE
-from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
-from octavo.cli.settings.setting import ENV_PREFIX, Settings, flag_of
+from octavo.cli.settings.setting import DEBUG_VARIABLE, ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
 from octavo.wire.run_dir import RunDirError, ensure_run_dir, temporary_folder
 
-DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
 CORES_PER_GATEWAY = 2

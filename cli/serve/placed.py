@@ -14,7 +14,7 @@ from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
 from octavo.cli.serve.placement import Board, Need, Spot
 from octavo.cli.serve.seat import Seat, version_here
 from octavo.cli.serve.service import Notice
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.wire.endpoints import is_address, is_wildcard
 
 PLACE_S = 30.0  # for the first place of a process; later ones are waited for as long as it takes

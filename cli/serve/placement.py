@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from octavo.cli.errors import CliError, usage
-from octavo.cli.settings.gateway_config import join_address, split_address
+from octavo.cli.settings.addresses import join_address, split_address
 from octavo.cli.settings.groups import ServeSettings
 
 CLIENT_PORT = 10001  # where a Ray head takes drivers of other hosts

@@ -15,12 +15,10 @@ from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.serve.ports import free_port
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
-from octavo.gateway.config import Exposure
-from octavo.gateway.rpc.addresses import check_exposure
 from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard, parse_endpoint
 from octavo.wire.keys import KeyFileError, load_keys
 
@@ -203,9 +201,11 @@ def check_front(settings: ServeSettings) -> None:
         numbers = "--tls-client-ca-file is given, and certificates of HTTP callers cannot be passed on to gateways"
         raise usage("--openai does not go with client certificates alone", numbers, "add --api-keys-file")
     if settings.tls_cert_file is None:
-        check_exposure(
-            join_address(settings.openai_host, settings.openai), Exposure(settings.exposure), setting="--openai-host"
-        )
+        from octavo.gateway.config import Exposure  # not in every worker
+        from octavo.gateway.rpc.addresses import check_exposure
+
+        address = join_address(settings.openai_host, settings.openai)
+        check_exposure(address, Exposure(settings.exposure), setting="--openai-host")
 
 
 def check_isa(cpu_isa: str) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo import AsyncClient
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.summary import ModelSummary, ServiceSummary
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.client.errors import OctavoError
 from octavo.v1 import model_pb2

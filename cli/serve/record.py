@@ -17,7 +17,7 @@ import psutil
 
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.service import Kept, Notice
-from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.whole_file import write_whole
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir, ensure_run_dir
 

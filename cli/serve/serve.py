@@ -54,7 +54,8 @@ from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
 from octavo.cli.serve.summary import ServiceSummary, boxed, plain
 from octavo.cli.serve.supervisor import RestartPolicy
-from octavo.cli.settings.gateway_config import check_access, join_address, reachable
+from octavo.cli.settings.addresses import join_address, reachable
+from octavo.cli.settings.gateway_config import check_access
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
 from octavo.cli.whole_file import write_whole

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "OCTAVO_"
+DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 
 
 class Settings(BaseModel):

@@ -1,7 +1,7 @@
 """Turns settings into the worker's frozen configuration. Pure, but for `auto`, which looks for a GPU."""
 
 from octavo.cli.errors import usage
-from octavo.cli.settings.gateway_config import default_endpoint
+from octavo.cli.settings.addresses import default_endpoint
 from octavo.cli.settings.groups import WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.worker.config import (

@@ -9,7 +9,7 @@ import typer
 from octavo.cli.errors import usage
 from octavo.cli.help import PlainCommand, PlainGroup
 from octavo.cli.settings.access import CredentialSettings
-from octavo.cli.settings.gateway_config import split_address
+from octavo.cli.settings.addresses import split_address
 from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ScaleSettings, ServeSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved, Source

@@ -20,7 +20,7 @@ from octavo.cli.client.connect import connect
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.readiness import Samples, answers_http, read_metrics
 from octavo.cli.serve.record import ProcessRecord, ServiceRecord, running_services
-from octavo.cli.settings.gateway_config import join_address, split_address
+from octavo.cli.settings.addresses import join_address, split_address
 from octavo.cli.settings.groups import CallSettings
 from octavo.client.errors import OctavoError
 from octavo.v1 import load_pb2, model_pb2

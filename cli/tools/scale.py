@@ -11,7 +11,7 @@ from octavo.cli.client.connect import channel_options_of, credentials_of, metada
 from octavo.cli.errors import CliError, usage
 from octavo.cli.serve.launch import supervisor_socket
 from octavo.cli.serve.record import running_services
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ScaleSettings
 from octavo.client.options import open_channel
 from octavo.gateway.validation.limits import MAX_WORKERS

@@ -22,7 +22,7 @@ from rich.live import Live
 from octavo import Client
 from octavo.cli.client.connect import connect
 from octavo.cli.errors import CliError
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import CallSettings
 from octavo.cli.tools.top_screen import View, plain, screen
 from octavo.client.errors import OctavoError

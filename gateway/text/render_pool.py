@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from octavo.gateway.config import RenderLimits
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
 from octavo.gateway.text.render_child import KNOWN_TEMPLATES, NO_MEMORY, REFUSED, RENDERED, TOO_LONG
@@ -63,16 +64,6 @@ class InProcessRenderer:
 
     async def close(self) -> None:
         """Nothing to close."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenderLimits:
-    """Of one rendering. wall_s: for a process that gets no CPU. memory_bytes: beyond an idle process's."""
-
-    cpu_s: float = 2.0
-    wall_s: float = 30.0
-    memory_bytes: int = 256 << 20
-    max_waiting: int = 512
 
 
 @dataclass(slots=True, eq=False)

@@ -118,7 +118,7 @@ def wake_helper() -> None:
 
 def help_compiling(request: bytes) -> None:
     """Leave on disk what a helper is asked for. Raises what the compiler does."""
-    asked = _Request(*pickle.loads(request))
+    asked = _Request(*pickle.loads(request))  # noqa: S301  (our own parent asks)
     source = asked.source(asked.kernel, asked.signature, asked.constexprs, asked.attrs)
     kernel = triton.compile(source, target=asked.target, options=asked.options)
     if asked.launcher is not None:
@@ -219,7 +219,9 @@ def compiling(
     # Without helpers threads wait for the last launch: beside them each operation of torch waits for Python's lock, and
     # the launches, a second of work, end when the last kernel is compiled.
     num_helpers = helpers.size if helpers is not None else 0
-    tasks = _Tasks(helpers if num_helpers else None, num_threads or num_helpers or min(MAX_THREADS, os.cpu_count() or 1))
+    tasks = _Tasks(
+        helpers if num_helpers else None, num_threads or num_helpers or min(MAX_THREADS, os.cpu_count() or 1)
+    )
     with triton.AsyncCompileMode(tasks, ignore_errors=True), _only_compiling(tasks) as asked:
         try:
             yield
@@ -244,9 +246,7 @@ def _only_compiling(tasks: _Tasks) -> Iterator[list[tuple[dict[str, Any], str]]]
     def compile_once(kernel: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
         kernels, _, target, *_ = kernel.device_caches[device]
         constexprs, options, attrs, _ = rest
-        tasks.request = _Request(
-            kernel.ASTSource, kernel, signature, constexprs, attrs, dict(options.__dict__), target
-        )
+        tasks.request = _Request(kernel.ASTSource, kernel, signature, constexprs, attrs, dict(options.__dict__), target)
         kernels[key] = compile_one(kernel, key, signature, device, *rest)  # the same launch again finds it there
         asked.append((kernels, key))
         return kernels[key]

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from octavo.gateway.workers import WorkerPool
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.codec import MAX_FRAME_BYTES, encode
 from octavo.wire.messages import Heartbeat
 from octavo.wire.options import new_dealer

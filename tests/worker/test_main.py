@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.gateway.workers import WorkerPool
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import Run, SamplingParams, WireFinishReason
 from octavo.worker.main import EXIT_REFUSED

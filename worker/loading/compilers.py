@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -57,7 +58,7 @@ class CompilerProcesses:
         except OSError:
             pid = None
         if pid == 0:
-            _end_after(lambda: _fork_all(parent, pairs, wake, answer))
+            _end_after(partial(_fork_all, parent, pairs, wake, answer))
         for _, theirs in pairs:
             theirs.close()
         return None if pid is None else cls(pid, [ours for ours, _ in pairs])
@@ -107,11 +108,11 @@ def _fork_all(parent: int, pairs: list[tuple[socket.socket, socket.socket]], wak
         ours.close()
     wake()
     gc.freeze()
-    own = os.getpid()
-    for _, end in pairs:
+    own, ends = os.getpid(), [end for _, end in pairs]
+    for end in ends:
         if os.fork() == 0:
-            _end_after(lambda end=end: _answer_all(own, end, [each for _, each in pairs], answer))
-    for _, end in pairs:
+            _end_after(partial(_answer_all, own, end, ends, answer))
+    for end in ends:
         end.close()
     with suppress(ChildProcessError):
         while True:

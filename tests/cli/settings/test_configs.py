@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.errors import CliError
-from octavo.cli.settings.gateway_config import default_endpoint, gateway_config, join_address
+from octavo.cli.settings.addresses import default_endpoint, join_address
+from octavo.cli.settings.gateway_config import gateway_config
 from octavo.cli.settings.groups import GatewaySettings, WorkerSettings
 from octavo.cli.settings.model_names import name_of_model, split_model
 from octavo.cli.settings.worker_config import default_batch_tokens, worker_config
@@ -17,9 +18,9 @@ from octavo.gateway.config import (
     PageConfig,
     PeerConfig,
     PortSharing,
+    RenderLimits,
     TlsConfig,
 )
-from octavo.gateway.text.render_pool import RenderLimits
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.grammar.limits import GrammarLimits
 from octavo.worker.config import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.errors import CliError
-from octavo.cli.settings.gateway_config import split_address
+from octavo.cli.settings.addresses import split_address
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.services.service import Service, environment, serve
 

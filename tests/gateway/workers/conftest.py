@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.gateway.workers import WorkerPool
+from octavo.gateway.workers.pool import WorkerPool
 from tests.support.gateway.workers import Dial, FakeWorker, open_pool
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.gateway.workers import WorkerPool
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.codec import encode
 from octavo.wire.messages import Cancel, Heartbeat, NeedTokenizer, Run, TokenizerBundle, Welcome
 from tests.support.gateway.workers import Dial, card, finished, open_one

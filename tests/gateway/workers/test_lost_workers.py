@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.gateway.workers import NoWorker, WorkerGone, WorkerPool
+from octavo.gateway.workers.errors import NoWorker, WorkerGone
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Heartbeat, Leaving, Refused, Run, Welcome
 from tests.support.gateway.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request, submit

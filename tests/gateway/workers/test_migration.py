@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octavo.gateway.workers import WorkerPool
 from octavo.gateway.workers.link import PeerFull
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import LostReason
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Cancel, Leaving, Run, WireFinishReason

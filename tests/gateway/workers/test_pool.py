@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.gateway.workers import NoWorker, WorkerBusy, WorkerGone, WorkerPool, WorkerState
+from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.views import WorkerState
 from octavo.wire.messages import (
     AdminQuery,
     AdminReply,

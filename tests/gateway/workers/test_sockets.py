@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.gateway.workers import WorkerPool
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.messages import Refused
 from octavo.wire.run_dir import RunDirError

@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from octavo.gateway.workers import OutputSink, WorkerPool, WorkerPoolConfig, WorkerView
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.views import OutputSink, WorkerView
 from octavo.wire.bundle import bundle_digest
 from octavo.wire.codec import decode_to_worker, encode
 from octavo.wire.messages import (

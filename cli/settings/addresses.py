@@ -1,0 +1,29 @@
+"""Addresses as the command line writes them, and where processes of a host meet."""
+
+from pathlib import Path
+
+from octavo.cli.errors import usage
+from octavo.wire.run_dir import default_run_dir
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def default_endpoint(run_dir: Path | None) -> str:
+    """Where a single gateway and its workers meet when nobody says otherwise."""
+    return f"ipc://{(run_dir or default_run_dir()).absolute()}/gateway-0.sock"
+
+
+def reachable(host: str) -> str:
+    """An address to call a listener of this host at."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """HOST:PORT into its parts, the host without brackets. Raises CliError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise usage("bad value for --address", f"{text!r} is not HOST:PORT", "write it as 127.0.0.1:50051")
+    return host.removeprefix("[").removesuffix("]"), int(port)
