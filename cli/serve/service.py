@@ -71,7 +71,7 @@ class Service:
 
     async def run(self) -> int:
         """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""
-        for each in self._kept:
+        for each in sorted(self._kept, key=lambda kept: kept.plan.role is not Role.WORKER):  # they take longest
             self._start(each)
         roles = {each.plan.role for each in self._kept}
         try:

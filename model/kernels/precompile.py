@@ -8,19 +8,19 @@ most of it runs outside Python's lock.
 Must not know: any particular kernel, where processes come from.
 """
 
+import ast
 import importlib
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from threading import Lock, Thread
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -68,42 +68,39 @@ class Helpers(Protocol):
 class _Request(NamedTuple):
     """A kernel, as triton's compiler takes it. launcher: of a driver, to be built, too; None for the kernel alone."""
 
-    source: type
-    kernel: Any
+    kernel: JITFunction
     signature: Any
     constexprs: Any
     attrs: Any
     options: dict[str, Any]
-    target: Any
-    launcher: Any = None
+    target: GPUTarget
+    launcher: type | None = None
 
     def packed(self) -> bytes | None:
-        """For another process that has imported what this one has; None where it cannot go there."""
-        file = BytesIO()
+        """For another process that can import what this one has; None where it cannot go there. With what the kernel's
+        place on disk is named by: as triton hashes constants, that depends on which kernels were hashed before."""
+        kernel, target = self.kernel, self.target
+        classes = [each and (each.__module__, each.__qualname__) for each in (kernel.ASTSource, self.launcher)]
+        text = repr(
+            (
+                (kernel.fn.__module__, kernel.fn.__qualname__),
+                kernel.cache_key,
+                *self[1:5],
+                (target.backend, target.arch, target.warp_size),
+                *classes,
+            )
+        )
         try:
-            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(self))
-        except Exception:  # whatever an argument's own way of being packed raises
+            ast.literal_eval(text)
+        except (ValueError, SyntaxError):  # an argument that is more than numbers and words
             return None
-        return file.getvalue()
+        return text.encode()
 
 
-class _Pickler(pickle.Pickler):
-    """Packs a kernel as the name that its module has for it, and what its place on disk is named by: as triton hashes
-    a kernel's constants, that depends on which other kernels were hashed before."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, JITFunction):
-            return _named, (value.fn.__module__, value.fn.__qualname__, value.cache_key)
-        return NotImplemented
-
-
-def _named(module: str, name: str, cache_key: str) -> Any:
-    found: Any = importlib.import_module(module)
+def _found(module: str, name: str) -> Any:
+    found = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    while not isinstance(found, JITFunction):  # what chooses a kernel's settings has it so
-        found = found.fn
-    found.hash = cache_key
     return found
 
 
@@ -118,11 +115,18 @@ def wake_helper() -> None:
 
 def help_compiling(request: bytes) -> None:
     """Leave on disk what a helper is asked for. Raises what the compiler does."""
-    asked = _Request(*pickle.loads(request))  # noqa: S301  (our own parent asks)
-    source = asked.source(asked.kernel, asked.signature, asked.constexprs, asked.attrs)
-    kernel = triton.compile(source, target=asked.target, options=asked.options)
-    if asked.launcher is not None:
-        asked.launcher(kernel.src, kernel.metadata)
+    name, cache_key, signature, constexprs, attrs, options, target, source, launcher = ast.literal_eval(
+        request.decode()
+    )
+    kernel = _found(*name)
+    while not isinstance(kernel, JITFunction):  # what chooses a kernel's settings has it so
+        kernel = kernel.fn
+    kernel.hash = cache_key
+    compiled = triton.compile(
+        _found(*source)(kernel, signature, constexprs, attrs), target=GPUTarget(*target), options=options
+    )
+    if launcher is not None:
+        _found(*launcher)(compiled.src, compiled.metadata)
 
 
 class _Tasks(Executor):
@@ -246,7 +250,7 @@ def _only_compiling(tasks: _Tasks) -> Iterator[list[tuple[dict[str, Any], str]]]
     def compile_once(kernel: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
         kernels, _, target, *_ = kernel.device_caches[device]
         constexprs, options, attrs, _ = rest
-        tasks.request = _Request(kernel.ASTSource, kernel, signature, constexprs, attrs, dict(options.__dict__), target)
+        tasks.request = _Request(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
         kernels[key] = compile_one(kernel, key, signature, device, *rest)  # the same launch again finds it there
         asked.append((kernels, key))
         return kernels[key]
