@@ -65,7 +65,7 @@ class Helpers(Protocol):
         """End them. Idempotent."""
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """A kernel, as triton's compiler takes it. launcher: of a driver, to be built, too; None for the kernel alone."""
 
     kernel: JITFunction
@@ -136,11 +136,11 @@ class _Tasks(Executor):
     def __init__(self, helpers: Helpers | None, num_threads: int) -> None:
         self._helpers = helpers
         self._pool = ThreadPoolExecutor(num_threads, "compile")
-        self._tasks: list[tuple[Future[Any], Callable[[], Any], _Request]] = []
+        self._tasks: list[tuple[Future[Any], Callable[[], Any], Request]] = []
         self._built = set[str]()
         self._lock = Lock()
         self._is_dropped = False
-        self.request: _Request | None = None
+        self.request: Request | None = None
         """What is submitted next."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -169,7 +169,7 @@ class _Tasks(Executor):
                     future.set_exception(RuntimeError("it was not compiled"))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, future: Future[Any], compile_kernel: Callable[[], Any], request: _Request) -> None:
+    def _run(self, future: Future[Any], compile_kernel: Callable[[], Any], request: Request) -> None:
         kernel, error = None, None
         try:
             self._ask(request)
@@ -187,7 +187,7 @@ class _Tasks(Executor):
             else:
                 future.set_result(kernel)
 
-    def _build_launcher(self, kernel: Any, request: _Request) -> None:
+    def _build_launcher(self, kernel: Any, request: Request) -> None:
         kind = str((*kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)))
         with self._lock:
             is_new = kind not in self._built
@@ -197,7 +197,7 @@ class _Tasks(Executor):
             with suppress(Exception):  # the first launch says what is wrong
                 launcher(kernel.src, kernel.metadata)
 
-    def _ask(self, request: _Request) -> bool:
+    def _ask(self, request: Request) -> bool:
         packed = request.packed() if self._helpers is not None else None
         return packed is not None and self._helpers is not None and self._helpers.ask(packed)
 
@@ -250,7 +250,7 @@ def _only_compiling(tasks: _Tasks) -> Iterator[list[tuple[dict[str, Any], str]]]
     def compile_once(kernel: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
         kernels, _, target, *_ = kernel.device_caches[device]
         constexprs, options, attrs, _ = rest
-        tasks.request = _Request(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
+        tasks.request = Request(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
         kernels[key] = compile_one(kernel, key, signature, device, *rest)  # the same launch again finds it there
         asked.append((kernels, key))
         return kernels[key]

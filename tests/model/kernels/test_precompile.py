@@ -30,3 +30,8 @@ def test_each_kernel_is_compiled_once_and_each_kind_of_launcher_built_once(tmp_p
     assert found["is_daemon"]
     assert found["threads"] == [], "none of them takes Python's lock while there is something to launch"
     assert found["left"] == 2, "a start that fails waits for no kernel, and keeps none that was not compiled"
+    assert found["helped"] == {"own": [], "built": [], "has": ["one_kernel", "like_it_kernel"]}
+    alone = found["hardly helped"]
+    assert len(alone["own"]) == 1, "what a helper compiled is not compiled again"
+    assert alone["built"] in (["one_kernel"], ["like_it_kernel"])
+    assert alone["has"] == ["one_kernel", "like_it_kernel"], "a helper that ends is missed by nobody"

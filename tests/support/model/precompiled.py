@@ -6,6 +6,7 @@ Prints what came of it as JSON.
 """
 
 import json
+import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ import triton.language as tl
 import triton.runtime
 from triton.runtime.jit import JITFunction
 
-from octavo.model.kernels.precompile import compiling, is_compiling, wake_compiler
+from octavo.model.kernels.precompile import compiling, help_compiling, is_compiling, wake_compiler
 from tests.support.model.hopper import HopperDriver
 
 
@@ -57,6 +58,73 @@ def other_kernel(x_1, y_1):
 @triton.jit
 def mistaken_kernel(x_1):
     tl.store(x_1, unknown)  # type: ignore[name-defined]  # noqa: F821
+
+
+class Helper:
+    """A process that helps until it has answered `lasts` requests; what it is asked for is noted."""
+
+    def __init__(self, lasts: int) -> None:
+        self._left = lasts
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, "help"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.size = 1
+
+    def ask(self, request: bytes) -> bool:
+        """See model.kernels.precompile.Helpers."""
+        if not self._left:
+            return False
+        self._left -= 1
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(request + b"\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline() == b"True\n"
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def help_main() -> None:
+    """What a helper does."""
+    for line in sys.stdin.buffer:
+        try:
+            help_compiling(line)
+            done = True
+        except Exception:
+            done = False
+        sys.stdout.write(f"{done}\n")
+        sys.stdout.flush()
+
+
+def with_helper(number: int, *, lasts: int) -> dict[str, list[str]]:
+    """Kernels, with that number in them, that this process compiled itself, for which it built launchers, and that it
+    has at the end."""
+    own, kernels = list[str](), (one_kernel, like_it_kernel, mistaken_kernel)
+
+    def listen(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        if not cache_hit:
+            own.append(src.name)
+
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    built.clear()
+    whole = torch.zeros(1, dtype=torch.int32)
+    helper = Helper(lasts)
+    try:
+        with (
+            mock.patch.object(triton.knobs.compilation, "listener", listen),
+            compiling(lambda done, total: None, helpers=helper),
+        ):
+            one_kernel[(1,)](whole, N=number)
+            like_it_kernel[(1,)](whole, M=number)
+            mistaken_kernel[(1,)](whole)
+    finally:
+        helper.close()
+    has = [each.fn.__name__ for each in kernels for found, *_ in each.device_caches.values() for _ in found]
+    return {"own": sorted(own), "built": sorted(built), "has": has}
 
 
 def main() -> None:
@@ -100,12 +168,13 @@ def main() -> None:
     json.dump(
         {
             "asked": asked, "built": in_time, "raised": raised, "progress": progress,
-            "is_compiling": [while_compiling, is_compiling()], "woken": built, "is_daemon": thread.daemon,
+            "is_compiling": [while_compiling, is_compiling()], "woken": list(built), "is_daemon": thread.daemon,
             "threads": threads, "left": left,
+            "helped": with_helper(11, lasts=99), "hardly helped": with_helper(12, lasts=1),
         },
         sys.stdout,
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    help_main() if sys.argv[1:] else main()

@@ -3,20 +3,29 @@
     TRITON_INTERPRET=0 python -m tests.support.worker.compiled CASE
 
 Tensors lie in memory and say that they are a device's; a launch is noted by what Triton would compile for it, and does
-nothing; products of libraries are left out. Prints one line for each kernel that comes too late, then how many there
-were in time.
+nothing; products of libraries are left out. Prints one line for each kernel that comes too late, and for each that a
+process which helps would leave at another place on disk, then how many there were in time.
 """
 
+import hashlib
+import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+import triton
 import triton.runtime
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 from octavo.model import CausalLM, ModelConfig
@@ -29,6 +38,7 @@ from octavo.model.kernels import precompile
 from octavo.model.kernels.products import overlapping
 from octavo.model.layers.linear import WeightFormat
 from octavo.worker.config import Deterministic
+from octavo.worker.loading.compilers import CompilerProcesses
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.cuda import graph_runner, loading, memory
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
@@ -51,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": Deterministic.ON},
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 300
+NUM_HELPERS = 2
 
 
 class Recorder:
@@ -61,12 +72,24 @@ class Recorder:
         return lambda: None
 
 
-def pretend() -> set[tuple[str, str]]:
+def pretend(places: "Places") -> set[tuple[str, str]]:
     """Let this process have such a device; returns the kernels that are launched from now on: name, and its key."""
     launched: set[tuple[str, str]] = set()
 
-    def note(kernel: JITFunction, key: str, *rest: Any) -> None:
-        launched.add((f"{kernel.fn.__module__}.{kernel.fn.__name__}", key))
+    def note(
+        kernel: JITFunction,
+        key: str,
+        signature: Any,
+        device: int,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warm: bool,
+    ) -> None:
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        if (name, key) not in launched:
+            launched.add((name, key))
+            places.note(kernel, signature, constexprs, options, attrs, kernel.device_caches[device][2])
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a start on a GPU compiles the kernels for CPUs: seconds for nothing")
@@ -111,6 +134,53 @@ def pretend() -> set[tuple[str, str]]:
     return launched
 
 
+class Places:
+    """Where triton would keep each kernel, by this process, which hashes them as they come, and by processes that get
+    them in whatever order."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own = set[str]()
+        self._unasked = list[str]()
+        helpers = CompilerProcesses.fork(NUM_HELPERS, wake=lambda: None, answer=self._answer)
+        assert helpers is not None
+        self._helpers = helpers
+        self._others = ThreadPoolExecutor(NUM_HELPERS)
+
+    def note(self, kernel: Any, signature: Any, constexprs: Any, options: Any, attrs: Any, target: Any) -> None:
+        """A kernel is launched."""
+        self._own.add(place(kernel.ASTSource(kernel, signature, constexprs, attrs), target, options.__dict__))
+        request = precompile.Request(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
+        packed = request.packed()
+        if packed is None:
+            self._unasked.append(kernel.fn.__name__)
+        else:
+            self._others.submit(self._helpers.ask, packed)
+
+    def differences(self) -> list[str]:
+        """In words, once all has been launched."""
+        self._others.shutdown()
+        self._helpers.close()
+        theirs = {line for file in self._folder.iterdir() for line in file.read_text().splitlines()}
+        unasked = [f"{name} cannot be told to another process" for name in self._unasked]
+        return unasked + [f"{key} is what one alone says" for key in sorted(theirs ^ self._own)]
+
+    def _answer(self, request: bytes) -> None:
+        def tell(source: Any, *, target: Any, options: Any) -> None:
+            with (self._folder / str(os.getpid())).open("a") as file:
+                file.write(place(source, target, options) + "\n")
+
+        with mock.patch.object(triton, "compile", tell):
+            precompile.help_compiling(request)
+
+
+def place(source: Any, target: GPUTarget, options: dict[str, Any]) -> str:
+    """As triton names it."""
+    backend = make_backend(target)
+    key = get_cache_key(source, backend, backend.parse_options(dict(options)), {})
+    return f"{source.name} {hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
 def start(
     launched: set[tuple[str, str]],
     *,
@@ -140,10 +210,13 @@ def start(
 
 def main() -> None:
     """See the module."""
-    launched = pretend()
-    np.random.seed(0)
-    compiled = start(launched, **CASES[sys.argv[1]])
-    sys.stdout.writelines(f"{name} {key}\n" for name, key in sorted(launched - compiled))
+    with TemporaryDirectory() as folder:
+        places = Places(Path(folder))
+        launched = pretend(places)
+        np.random.seed(0)
+        compiled = start(launched, **CASES[sys.argv[1]])
+        sys.stdout.writelines(f"{name} {key}\n" for name, key in sorted(launched - compiled))
+        sys.stdout.writelines(f"{each}\n" for each in places.differences())
     sys.stdout.write(f"{len(compiled)}\n")
 
 
