@@ -35,3 +35,4 @@ def test_each_kernel_is_compiled_once_and_each_kind_of_launcher_built_once(tmp_p
     assert len(alone["own"]) == 1, "what a helper compiled is not compiled again"
     assert alone["built"] in (["one_kernel"], ["like_it_kernel"])
     assert alone["has"] == ["one_kernel", "like_it_kernel"], "a helper that ends is missed by nobody"
+    assert found["begun"] == 2, "a start that is ended does not compile on"

@@ -127,6 +127,32 @@ def with_helper(number: int, *, lasts: int) -> dict[str, list[str]]:
     return {"own": sorted(own), "built": sorted(built), "has": has}
 
 
+def ended_early() -> int:
+    """How many of five kernels one thread begins to compile, where the start is ended while it is at the second."""
+    is_over, begun, compile_one = threading.Event(), list[str](), one_kernel.compile
+
+    def slowly(source: Any, **named: Any) -> Any:
+        begun.append(source.name)
+        if len(begun) > 1:
+            is_over.wait(20)
+        return compile_one(source, **named)
+
+    def end(done: int, total: int) -> None:
+        if done:
+            raise SystemExit
+
+    try:
+        with mock.patch.object(one_kernel, "compile", slowly), compiling(end, num_threads=1):
+            for number in range(5):
+                one_kernel[(1,)](torch.zeros(1, dtype=torch.int32), N=100 + number)
+    except SystemExit:
+        is_over.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join(60)
+    return len(begun)
+
+
 def main() -> None:
     """See the module."""
     triton.runtime.driver.set_active(Driver())
@@ -170,7 +196,7 @@ def main() -> None:
             "asked": asked, "built": in_time, "raised": raised, "progress": progress,
             "is_compiling": [while_compiling, is_compiling()], "woken": list(built), "is_daemon": thread.daemon,
             "threads": threads, "left": left,
-            "helped": with_helper(11, lasts=99), "hardly helped": with_helper(12, lasts=1),
+            "helped": with_helper(11, lasts=99), "hardly helped": with_helper(12, lasts=1), "begun": ended_early(),
         },
         sys.stdout,
     )  # fmt: skip
