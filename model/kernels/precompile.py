@@ -81,11 +81,16 @@ class Request(NamedTuple):
         place on disk is named by: as triton hashes constants, that depends on which kernels were hashed before."""
         kernel, target = self.kernel, self.target
         classes = [each and (each.__module__, each.__qualname__) for each in (kernel.ASTSource, self.launcher)]
+        dtypes = {path: str(value) for path, value in self.constexprs.items() if isinstance(value, tl.dtype)}
+        plain = {path: value for path, value in self.constexprs.items() if path not in dtypes}
         text = repr(
             (
                 (kernel.fn.__module__, kernel.fn.__qualname__),
                 kernel.cache_key,
-                *self[1:5],
+                self.signature,
+                (plain, dtypes),
+                self.attrs,
+                self.options,
                 (target.backend, target.arch, target.warp_size),
                 *classes,
             )
@@ -122,8 +127,10 @@ def help_compiling(request: bytes) -> None:
     while not isinstance(kernel, JITFunction):  # what chooses a kernel's settings has it so
         kernel = kernel.fn
     kernel.hash = cache_key
+    plain, dtypes = constexprs
+    values = plain | {path: tl.dtype(value) for path, value in dtypes.items()}
     compiled = triton.compile(
-        _found(*source)(kernel, signature, constexprs, attrs), target=GPUTarget(*target), options=options
+        _found(*source)(kernel, signature, values, attrs), target=GPUTarget(*target), options=options
     )
     if launcher is not None:
         _found(*launcher)(compiled.src, compiled.metadata)
