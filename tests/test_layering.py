@@ -257,7 +257,11 @@ def test_of_the_wire_the_model_knows_only_which_files_a_checkpoint_may_have(repo
         ("octavo.model", {"zmq", "grpc", "msgspec", "transformers"}),
         ("octavo.v1.inference_pb2_grpc", {"torch", "zmq"}),
         ("octavo", {"torch", "zmq", "transformers", "msgspec"}),
-        ("octavo.cli.main", {"torch"}),
+        # Each process of a service waits for what the command line imports; a worker then for torch, before all else.
+        ("octavo.cli.main", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2", "psutil"}),
+        ("octavo.cli.serve.preflight", {"torch", "numpy", "grpc", "structlog", "jinja2", "prometheus_client"}),
+        ("octavo.cli.settings.worker_config", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2"}),
+        ("octavo.cli.serve.serve", {"torch", "numpy", "jinja2", "prometheus_client", "grpc_health.v1"}),
         ("sim.world", {"torch", "octavo.model"}),
     ],
 )

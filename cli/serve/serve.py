@@ -10,14 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
 from octavo.cli.errors import CliError
-from octavo.cli.serve.autoscale import AutoscalePolicy, policy_of
 from octavo.cli.serve.children import Child, Keepable, OnLine
-from octavo.cli.serve.fleet import Fleet, follow_load, listening
 from octavo.cli.serve.launch import (
     READY_FILE,
     Doors,
@@ -48,7 +46,6 @@ from octavo.cli.serve.preflight import (
     serves_on_gpu,
     warn_of_variables,
 )
-from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
 from octavo.cli.serve.record import Listing, record_of
 from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
@@ -60,6 +57,13 @@ from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
 from octavo.cli.whole_file import write_whole
 from octavo.wire.host import usable_cores
+
+if TYPE_CHECKING:
+    from octavo.cli.serve.autoscale import AutoscalePolicy
+    from octavo.cli.serve.fleet import Fleet
+
+TURNS_TO_BEGIN = 2
+"""Of the loop, until every process has been started: one for the service's task, one for each process's own."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -76,8 +80,7 @@ def serve(settings: ServeSettings) -> int:
     else:
         check_workers_here(settings)
     check_traces()
-    policy = policy_of(settings)
-    if policy is not None:
+    if (policy := _policy(settings)) is not None:
         settings = settings.model_copy(update={"workers": min(max(settings.workers, policy.floor), policy.ceiling)})
     gateways_why = ""
     if (
@@ -116,6 +119,14 @@ def serve(settings: ServeSettings) -> int:
             gateways_why=gateways_why,
         )
         return asyncio.run(_serve(layout))
+
+
+def _policy(settings: ServeSettings) -> "AutoscalePolicy | None":
+    if not settings.autoscale:
+        return None
+    from octavo.cli.serve.autoscale import policy_of  # messages of the load: only where they are read
+
+    return policy_of(settings)
 
 
 def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> tuple[ServeSettings, str]:
@@ -220,8 +231,15 @@ async def _serve(layout: _Layout) -> int:
     )
     on_change()
     site.board.listeners.add(on_change)
-    policy = policy_of(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _on_signal, service, notice)
+    running = loop.create_task(service.run())
+    for _ in range(TURNS_TO_BEGIN):
+        await asyncio.sleep(0)
+    from octavo.cli.serve.fleet import Fleet, listening  # while workers import what takes them longest
 
+    policy = _policy(settings)
     fleet = Fleet(
         service,
         reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
@@ -230,9 +248,6 @@ async def _serve(layout: _Layout) -> int:
         room=site.room,
         notice=notice,
     )
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _on_signal, service, notice)
     announcer = asyncio.create_task(_announce(layout, started_s, service, view, fleet))
     announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
     tasks = [announcer, asyncio.create_task(listing.keep())]
@@ -242,7 +257,7 @@ async def _serve(layout: _Layout) -> int:
         tasks.append(asyncio.create_task(_autoscale(announcer, fleet, policy, told_at, notice)))
     try:
         async with listening(fleet, supervisor_socket(layout.run_dir)):
-            code = await service.run()
+            code = await running
     finally:
         for task in tasks:
             task.cancel()
@@ -255,9 +270,11 @@ async def _serve(layout: _Layout) -> int:
 
 
 async def _autoscale(
-    announcer: asyncio.Task[None], fleet: Fleet, policy: AutoscalePolicy, address: str, notice: Notice
+    announcer: asyncio.Task[None], fleet: "Fleet", policy: "AutoscalePolicy", address: str, notice: Notice
 ) -> None:
     """Once the service is ready."""
+    from octavo.cli.serve.fleet import follow_load
+
     await asyncio.wait([announcer])
     try:
         await follow_load(fleet, policy, address, notice)
@@ -279,8 +296,10 @@ def _later_worker(layout: _Layout, n: int, model: str) -> ProcessPlan:
     return plan_worker(settings, n, model, run_dir=layout.run_dir, metrics_port=port, doors=layout.site.doors)
 
 
-async def _announce(layout: _Layout, started_s: float, service: Service, view: StartupView, fleet: Fleet) -> None:
+async def _announce(layout: _Layout, started_s: float, service: Service, view: StartupView, fleet: "Fleet") -> None:
     """Print the summary once the service answers; end the service where that takes too long."""
+    from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
+
     settings, plans, address = layout.settings, layout.plans, layout.address
     try:
         waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
