@@ -5,21 +5,24 @@ Options come in groups: each attribute of a group is an option."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
-from octavo.client.requests import GenerateFields
 
-_NAMES = [name for name in ClientSettings.model_fields if name in GenerateFields.__annotations__ and name != "stop"]
+if TYPE_CHECKING:
+    from octavo.client.requests import GenerateFields  # messages: not in every process of a service
 
 
-def request_fields(settings: ClientSettings) -> GenerateFields:
+def request_fields(settings: ClientSettings) -> "GenerateFields":
     """Everything but the input; what is unset is left out, so that the model's defaults hold."""
+    from octavo.client.requests import GenerateFields
+
     values = settings.model_dump()
-    fields = {name: values[name] for name in _NAMES if values[name] is not None}
+    names = [name for name in ClientSettings.model_fields if name in GenerateFields.__annotations__ and name != "stop"]
+    fields = {name: values[name] for name in names if values[name] is not None}
     if settings.model_name:
         fields["model"] = settings.model_name
     if settings.stop:
@@ -35,9 +38,9 @@ def constraint_fields(
     regex: str,
     ebnf: Path | None,
     choices: Sequence[str] | None,
-) -> GenerateFields:
+) -> "GenerateFields":
     """The fields that are given; the files are read. Raises CliError."""
-    fields = GenerateFields()
+    fields: GenerateFields = {}
     if json_schema is not None:
         fields["json_schema"] = _read(json_schema, "--json-schema")
     if json_object:
@@ -66,7 +69,7 @@ def _read(path: Path, flag: str) -> str:
         raise usage(f"cannot read the file of {flag}", f"{path}: {error}", "give a file of UTF-8 text") from None
 
 
-def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> GenerateFields:
+def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> "GenerateFields":
     """Fields of the same names; what is None, empty or False is left out. logit_bias: as ID=BIAS. allowed_ids: ids
     separated by commas or blanks. Raises CliError."""
     fields = {name: value for name, value in given.items() if not (value is None or value is False or value == [])}
