@@ -136,15 +136,25 @@ def help_compiling(request: bytes) -> None:
         _found(*launcher)(compiled.src, compiled.metadata)
 
 
+class _Task(NamedTuple):
+    """A kernel to be compiled. asked: whether a helper has compiled it; launcher: to be built, too."""
+
+    future: Future[Any]
+    compile: Callable[[], Any]
+    asked: Future[bool] | None
+    launcher: type | None
+
+
 class _Tasks(Executor):
-    """What compiles kernels: each also builds what launches its kernel, where no other's is the same. With helpers they
-    begin as they are submitted, else at `run`."""
+    """What compiles kernels, at `run`: each also builds what launches its kernel, where no other's is the same. Helpers
+    begin as tasks are submitted."""
 
     def __init__(self, helpers: Helpers | None, num_threads: int) -> None:
         self._helpers = helpers
+        self._asking = ThreadPoolExecutor(max(1, helpers.size if helpers is not None else 1), "ask")
         self._pool = ThreadPoolExecutor(num_threads, "compile")
-        self._tasks: list[tuple[Future[Any], Callable[[], Any], Request]] = []
-        self._built = set[str]()
+        self._tasks: list[_Task] = []
+        self._kinds = set[str]()
         self._lock = Lock()
         self._is_dropped = False
         self.request: Request | None = None
@@ -152,61 +162,56 @@ class _Tasks(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         assert self.request is not None
-        task = (Future[Any](), lambda: fn(*args, **kwargs), self.request)
+        # A tensor's description is part of what is launched, and is known of a compiled kernel only.
+        kind = str([*self.request.signature.values()])
+        is_new = kind not in self._kinds or "tensordesc" in kind
+        self._kinds.add(kind)
+        launcher = driver.active.launcher_cls if is_new else None
+        packed = self.request._replace(launcher=launcher).packed() if self._helpers is not None else None
+        asked = None
+        if self._helpers is not None and packed is not None:
+            asked = self._asking.submit(self._helpers.ask, packed)
+        task = _Task(Future(), lambda: fn(*args, **kwargs), asked, launcher)
         self._tasks.append(task)
-        if self._helpers is not None:
-            self._pool.submit(self._run, *task)
-        return task[0]
+        return task.future
 
     def run(self, on_progress: OnProgress) -> None:
         """All of them."""
         on_progress(0, len(self._tasks))
-        if self._helpers is None:
-            for task in self._tasks:
-                self._pool.submit(self._run, *task)
-        for done, _ in enumerate(as_completed([future for future, *_ in self._tasks]), 1):
+        for task in self._tasks:
+            self._pool.submit(self._run, task)
+        for done, _ in enumerate(as_completed([each.future for each in self._tasks]), 1):
             on_progress(done, len(self._tasks))
 
     def end(self) -> None:
         """Let nobody wait for those that have not run."""
         with self._lock:
             self._is_dropped = True
-            for future, *_ in self._tasks:
-                if not future.done():
-                    future.set_exception(RuntimeError("it was not compiled"))
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            for task in self._tasks:
+                if not task.future.done():
+                    task.future.set_exception(RuntimeError("it was not compiled"))
+        for pool in (self._asking, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, future: Future[Any], compile_kernel: Callable[[], Any], request: Request) -> None:
+    def _run(self, task: _Task) -> None:
         kernel, error = None, None
         try:
-            self._ask(request)
+            is_helped = task.asked is not None and task.asked.result()
             if self._is_dropped:
                 return
-            kernel = compile_kernel()  # only read, where a helper has compiled it
-            self._build_launcher(kernel, request)
+            kernel = task.compile()  # only read, where a helper has compiled it
+            if task.launcher is not None and not is_helped:
+                with suppress(Exception):  # the first launch says what is wrong
+                    task.launcher(kernel.src, kernel.metadata)
         except Exception as raised:
             error = raised
         with self._lock:
-            if future.done():
+            if task.future.done():
                 return
             if error is not None:
-                future.set_exception(error)
+                task.future.set_exception(error)
             else:
-                future.set_result(kernel)
-
-    def _build_launcher(self, kernel: Any, request: Request) -> None:
-        kind = str((*kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)))
-        with self._lock:
-            is_new = kind not in self._built
-            self._built.add(kind)
-        launcher = driver.active.launcher_cls
-        if is_new and not self._ask(request._replace(launcher=launcher)) and not self._is_dropped:
-            with suppress(Exception):  # the first launch says what is wrong
-                launcher(kernel.src, kernel.metadata)
-
-    def _ask(self, request: Request) -> bool:
-        packed = request.packed() if self._helpers is not None else None
-        return packed is not None and self._helpers is not None and self._helpers.ask(packed)
+                task.future.set_result(kernel)
 
 
 _compiling = False
@@ -227,8 +232,8 @@ def compiling(
     Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
     compile raises what the compiler does at its first launch. One at a time, in one thread.
     """
-    # Without helpers threads wait for the last launch: beside them each operation of torch waits for Python's lock, and
-    # the launches, a second of work, end when the last kernel is compiled.
+    # Threads wait for the last launch: beside them each operation of torch waits for Python's lock, and the launches,
+    # a second of work, end when the last kernel is compiled. Helpers need that lock for a moment only.
     num_helpers = helpers.size if helpers is not None else 0
     tasks = _Tasks(
         helpers if num_helpers else None, num_threads or num_helpers or min(MAX_THREADS, os.cpu_count() or 1)
