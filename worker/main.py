@@ -32,8 +32,8 @@ from octavo.wire.logs import configure_logs
 from octavo.wire.messages import Register
 from octavo.worker.config import PrefixCacheMode, RunnerKind, WorkerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
-from octavo.worker.grammar.manager import make_grammar_manager
-from octavo.worker.loading.loaded import Loaded, load_oracle
+from octavo.worker.grammar.manager import EarlyVocabulary, make_grammar_manager
+from octavo.worker.loading.loaded import Loaded, Meanwhile, load_oracle
 from octavo.worker.loading.progress import LoggedProgress, OnProgress
 from octavo.worker.metrics import (
     BusyLog,
@@ -122,13 +122,14 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     curve = _curve(config)
     gateways = _gateways(config)
     log.info("starting", model=config.model, runner=config.runner.value, device=config.device, pid=os.getpid())
-    loaded = _load(config, on_progress or LoggedProgress())
+    early = EarlyVocabulary()
+    loaded = _load(config, on_progress or LoggedProgress(), early.read)
     with ExitStack() as stack:
-        engine = _assemble(config, loaded, curve, gateways, shutdown, stack)
+        engine = _assemble(config, loaded, early, curve, gateways, shutdown, stack)
         return _run(engine, shutdown)
 
 
-def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
+def _load(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhile) -> Loaded:
     if config.runner is RunnerKind.ORACLE and config.tensor_parallel_size == 1:
         return load_oracle(config, on_progress)
     let_threads_sleep()
@@ -137,12 +138,13 @@ def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     importlib.import_module("octavo.model.cpu.isa").hide_instructions()  # before torch computes
     from octavo.worker.loading.group import load_group  # torch: only where it is wanted
 
-    return load_group(config, on_progress)
+    return load_group(config, on_progress, meanwhile)
 
 
 def _assemble(
     config: WorkerConfig,
     loaded: Loaded,
+    early: EarlyVocabulary,
     curve: CurveKeys | None,
     gateways: GatewayEndpoints,
     shutdown: Shutdown,
@@ -167,7 +169,7 @@ def _assemble(
         outbox=link,
         clock=time.monotonic,
         observer=BusyLog(metrics, lambda: engine.stats),
-        grammars=make_grammar_manager(config.grammars, loaded, registry, wake=link.wake),
+        grammars=make_grammar_manager(config.grammars, loaded, registry, wake=link.wake, early=early),
     )
     shutdown.attach(engine, link.wake)
     link.on_refused = shutdown.refuse

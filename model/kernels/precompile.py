@@ -175,11 +175,12 @@ class _Tasks(Executor):
         self._tasks.append(task)
         return task.future
 
-    def run(self, on_progress: OnProgress) -> None:
+    def run(self, on_progress: OnProgress, meanwhile: Callable[[], None]) -> None:
         """All of them."""
         on_progress(0, len(self._tasks))
         for task in self._tasks:
             self._pool.submit(self._run, task)
+        meanwhile()
         for done, _ in enumerate(as_completed([each.future for each in self._tasks]), 1):
             on_progress(done, len(self._tasks))
 
@@ -224,10 +225,14 @@ def is_compiling() -> bool:
 
 @contextmanager
 def compiling(
-    on_progress: OnProgress, *, helpers: Helpers | None = None, num_threads: int | None = None
+    on_progress: OnProgress,
+    *,
+    helpers: Helpers | None = None,
+    num_threads: int | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Kernels that are launched inside do not run: what is not compiled yet is, by helpers or threads, before the end,
-    and so is what launches them.
+    and so is what launches them. meanwhile: done here while they are at it.
 
     Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
     compile raises what the compiler does at its first launch. One at a time, in one thread.
@@ -241,7 +246,7 @@ def compiling(
     with triton.AsyncCompileMode(tasks, ignore_errors=True), _only_compiling(tasks) as asked:
         try:
             yield
-            tasks.run(on_progress)
+            tasks.run(on_progress, meanwhile)
         finally:
             tasks.end()
             for kernels, key in asked:

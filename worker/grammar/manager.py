@@ -9,6 +9,7 @@ Legend: N rows of the step that have a grammar · W words of 32 tokens
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, Outcom
 from octavo.worker.grammar.matcher import GrammarMatcher
 from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
 from octavo.worker.loading.loaded import Loaded
+from octavo.worker.loading.model_card import Described
 from octavo.worker.scheduler.plan import GatewayIndex, StepMasks
 from octavo.worker.scheduler.request import Matcher, Request, failure, token_ids_of
 from octavo.worker.scheduler.results import ConstrainedRow
@@ -234,17 +236,44 @@ class GrammarManager:
         scheduler.constraints.failed(waiting.gateway, waiting.run, ending, now_s=now_s)
 
 
+class EarlyVocabulary:
+    """The vocabulary of a model that is still being loaded: reading it keeps Python's lock for half a second, which a
+    start has while it waits for kernels."""
+
+    def __init__(self) -> None:
+        self._known: tuple[dict[str, bytes], Vocabulary] | None = None
+
+    def read(self, described: Described) -> None:
+        """Now, in this thread. Where it cannot be had, `of` says so."""
+        with suppress(Exception):
+            self._known = described.files, _read(described.files, described.vocab_size, described.eos_token_ids)
+
+    def of(self, loaded: Loaded) -> Vocabulary:
+        """The same, or read now. Raises GrammarRefused."""
+        files, card = loaded.tokenizer_files, loaded.card
+        if self._known is not None and self._known[0] is files:
+            return self._known[1]
+        return _read(files, card.vocab_size, card.eos_token_ids)
+
+
+def _read(files: dict[str, bytes], vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    return load_vocabulary(files, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+
 def make_grammar_manager(
-    config: GrammarConfig, loaded: Loaded, registry: CollectorRegistry, *, wake: Callable[[], None]
+    config: GrammarConfig,
+    loaded: Loaded,
+    registry: CollectorRegistry,
+    *,
+    wake: Callable[[], None],
+    early: EarlyVocabulary,
 ) -> GrammarManager:
     """From a worker's settings and the tokenizer that it loaded. Ready at once; the vocabulary is read in the
-    background."""
+    background, where it was not before."""
     cache = GrammarCache(max_entries=config.cache_entries, max_bytes=config.cache_bytes)
     metrics = GrammarMetrics(registry, cache)
     compiler = GrammarCompiler(
-        lambda: load_vocabulary(
-            loaded.tokenizer_files, vocab_size=loaded.card.vocab_size, eos_token_ids=loaded.card.eos_token_ids
-        ),
+        lambda: early.of(loaded),
         limits=config.limits,
         cache=cache,
         num_threads=config.num_threads,

@@ -38,7 +38,7 @@ from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import temporary_folder
 from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.agreement import build_name, check_agreement, checkpoint_name
-from octavo.worker.loading.loaded import Loaded, served_name
+from octavo.worker.loading.loaded import Loaded, Meanwhile, served_name
 from octavo.worker.loading.loader import load_torch, prepare
 from octavo.worker.loading.progress import OnProgress
 from octavo.worker.runners.group import LOST_WAIT_S, GroupLost, GroupRunner, follow
@@ -213,11 +213,11 @@ def visible_entries(environment: Mapping[str, str]) -> list[str]:
     return [entry.strip() for entry in environment.get(VISIBLE, "").split(",") if entry.strip()]
 
 
-def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
+def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhile = lambda described: None) -> Loaded:
     """`load_torch` of a worker with any number of ranks, of which this process is rank 0. The runner's `close` ends the
     others. Raises what `load_torch` raises, RanksDiffer, and GroupLost where a follower ends on the way."""
     if config.tensor_parallel_size == 1:
-        return load_torch(config, on_progress)
+        return load_torch(config, on_progress, meanwhile=meanwhile)
     check_group(config)
     build = build_name()
     folder = resolve_checkpoint(
@@ -247,6 +247,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
                 wrap=lambda runner: GroupRunner(
                     measured(runner, followers.board, ranks, config.device), followers, close=ending.close
                 ),
+                meanwhile=meanwhile,
             )
         except RuntimeError:  # of a sum whose other end is gone
             followers.check(wait_s=LOST_WAIT_S)

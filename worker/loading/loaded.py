@@ -133,6 +133,10 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     )
 
 
+Meanwhile = Callable[[Described], None]
+"""What a start does while it only waits, once it knows the checkpoint: while processes compile kernels."""
+
+
 def served_name(model: str) -> str:
     """The name to serve a model by where none was given: a folder's last part, else as it is."""
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model

@@ -41,7 +41,7 @@ from octavo.worker.config import CheckNumerics, Deterministic, LoadFormat, Sched
 from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
-from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
+from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config, served_name
 from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
 from octavo.worker.loading.model_card import Described, describe
 from octavo.worker.loading.progress import OnProgress
@@ -92,12 +92,13 @@ def load_torch(
     *,
     ranks: Ranks = ALONE,
     wrap: Callable[[WarmRunner], WarmRunner] = lambda runner: runner,
+    meanwhile: Meanwhile = lambda described: None,
 ) -> Loaded:
     """Resolve (download), load, size the pool, warm up. ranks: of a tensor-parallel group, whose others do all but the
     warm-up by `prepare`. wrap: makes the runner that is driven, the warm-up's steps included. Raises
     model.CheckpointError, worker.loading.memory.DoesNotFit, worker.loading.model_card.CardError,
     model.cache_folder.CacheUnusable, ValueError."""
-    prepared = prepare(config, on_progress, ranks=ranks)
+    prepared = prepare(config, on_progress, ranks=ranks, meanwhile=meanwhile)
     model, described, scheduler = prepared.model, prepared.described, prepared.scheduler
     runner = wrap(prepared.runner)
     warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
@@ -131,7 +132,13 @@ def load_torch(
     )
 
 
-def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALONE) -> Prepared:
+def prepare(
+    config: WorkerConfig,
+    on_progress: OnProgress,
+    *,
+    ranks: Ranks = ALONE,
+    meanwhile: Meanwhile = lambda described: None,
+) -> Prepared:
     """`load_torch` up to the first step. Raises what it raises."""
     check_deterministic(config)
     with ExitStack() as stack:
@@ -144,18 +151,18 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
             _wake_compiler(torch.device(config.device))
             if ranks.rank == 0:
                 read_ahead(mapped_libraries())
-        return _prepare(config, on_progress, ranks, helpers)
+        return _prepare(config, on_progress, ranks, partial(_make_cuda_runner, helpers=helpers, meanwhile=meanwhile))
 
 
 def _prepare(
-    config: WorkerConfig, on_progress: OnProgress, ranks: Ranks, helpers: CompilerProcesses | None
+    config: WorkerConfig, on_progress: OnProgress, ranks: Ranks, make_cuda_runner: Callable[..., WarmRunner]
 ) -> Prepared:
     prefer_huge_pages()
     if (num_threads := _num_threads(config, ranks)) != torch.get_num_threads():
         torch.set_num_threads(num_threads)
     folder = _resolve(config, on_progress)
     described = describe(folder)
-    make_runner = partial(_make_cuda_runner, helpers=helpers) if wants_cuda_runner(config) else _make_torch_runner
+    make_runner = make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
     scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
     model = _load_weights(config, folder, on_progress, ranks)
     runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
@@ -308,11 +315,18 @@ def _make_cuda_runner(
     on_progress: OnProgress,
     *,
     helpers: CompilerProcesses | None,
+    meanwhile: Meanwhile,
 ) -> WarmRunner:
     from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
 
     return make_cuda_runner(
-        config, model, described, max_model_len=max_model_len, on_progress=on_progress, helpers=helpers
+        config,
+        model,
+        described,
+        max_model_len=max_model_len,
+        on_progress=on_progress,
+        helpers=helpers,
+        meanwhile=meanwhile,
     )
 
 

@@ -35,4 +35,5 @@ def test_each_kernel_is_compiled_once_and_each_kind_of_launcher_built_once(tmp_p
     assert alone["own"] == ["like_it_kernel"], "what a helper compiled is not compiled again"
     assert alone["built"] == [], "nor is what launches it built again"
     assert alone["has"] == ["one_kernel", "like_it_kernel"], "a helper that ends is missed by nobody"
+    assert found["meanwhile"] == [[0, 5]], "once, while they are compiled"
     assert found["begun"] == 2, "a start that is ended does not compile on"

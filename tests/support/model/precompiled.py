@@ -165,8 +165,13 @@ def main() -> None:
 
     progress: list[tuple[int, int]] = []
     whole, half = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.float16)
+    meanwhile: list[tuple[int, int]] = []
     with mock.patch.object(JITFunction, "_do_compile", note):
-        with compiling(lambda done, total: progress.append((done, total)), num_threads=2):
+        with compiling(
+            lambda done, total: progress.append((done, total)),
+            num_threads=2,
+            meanwhile=lambda: meanwhile.extend(progress),
+        ):
             while_compiling = is_compiling()
             for _ in range(3):
                 one_kernel[(1,)](whole, N=1)
@@ -196,7 +201,8 @@ def main() -> None:
             "asked": asked, "built": in_time, "raised": raised, "progress": progress,
             "is_compiling": [while_compiling, is_compiling()], "woken": list(built), "is_daemon": thread.daemon,
             "threads": threads, "left": left,
-            "helped": with_helper(11, lasts=99), "hardly helped": with_helper(12, lasts=1), "begun": ended_early(),
+            "helped": with_helper(11, lasts=99), "hardly helped": with_helper(12, lasts=1),
+            "begun": ended_early(), "meanwhile": meanwhile,
         },
         sys.stdout,
     )  # fmt: skip

@@ -128,7 +128,7 @@ def pretend(places: "Places") -> set[tuple[str, str]]:
         (autotune, "read_names", lambda file: {}),
         (graph_runner, "GraphRecorder", Recorder),
         (memory, "GraphRecorder", Recorder),
-        (loading, "compiling", lambda on_progress, helpers: mock.patch.object(precompile, "_compiling", True)),
+        (loading, "compiling", lambda on_progress, **named: mock.patch.object(precompile, "_compiling", True)),
     ):
         setattr(place, name, value)
     return launched

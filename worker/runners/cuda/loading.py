@@ -4,6 +4,7 @@ sized, steps recorded.
 Knows torch and the model, and nothing of sockets or requests. Imported only where triton is.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
@@ -18,6 +19,7 @@ from octavo.model.kernels.precompile import Helpers, compiling
 from octavo.model.kernels.precompile import OnProgress as OnKernels
 from octavo.worker.config import Deterministic, PrefixCacheMode, WorkerConfig
 from octavo.worker.loading.host_memory import begin_host_blocks
+from octavo.worker.loading.loaded import Meanwhile
 from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
 from octavo.worker.loading.model_card import Described
 from octavo.worker.loading.progress import OnProgress
@@ -38,6 +40,7 @@ def make_cuda_runner(
     max_model_len: int,
     on_progress: OnProgress,
     helpers: Helpers | None = None,
+    meanwhile: Meanwhile = lambda described: None,
 ) -> CudaRunner:
     """Takes the model's weights: it cannot be used on its own afterwards. Ranks of a group do all of it at the same
     time, and settle what must be the same on all. Raises worker.loading.memory.DoesNotFit."""
@@ -84,7 +87,11 @@ def make_cuda_runner(
     block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
     coming = begin_host_blocks(config.host_kv_gib, block_bytes, weights.embed_VD.device, ranks=ranks)
     compile_kernels(
-        weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total), helpers=helpers
+        weights,
+        runner_config,
+        lambda done, total: on_progress("compiling_kernels", done, total),
+        helpers=helpers,
+        meanwhile=lambda: meanwhile(described),
     )
     if helpers is not None:
         helpers.close()
@@ -116,7 +123,12 @@ def make_cuda_runner(
 
 
 def compile_kernels(
-    weights: GpuWeights, config: CudaRunnerConfig, on_progress: OnKernels, *, helpers: Helpers | None = None
+    weights: GpuWeights,
+    config: CudaRunnerConfig,
+    on_progress: OnKernels,
+    *,
+    helpers: Helpers | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
     Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
@@ -126,7 +138,7 @@ def compile_kernels(
     first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:
         with torch.inference_mode():
-            with compiling(on_progress, helpers=helpers):
+            with compiling(on_progress, helpers=helpers, meanwhile=meanwhile):
                 runner = CudaRunner(first_layers, replace(config, num_blocks=1))
                 runner.run_all()
             torch.cuda.synchronize(weights.embed_VD.device)
