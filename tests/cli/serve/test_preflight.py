@@ -241,7 +241,7 @@ def test_a_size_that_does_not_fit_is_told_with_those_that_do(
 
 LOOK = """import os, sys, types
 from octavo.cli.main import main
-def load_group(config, on_progress):
+def load_group(config, on_progress, meanwhile):
     import torch
     print("ONEDNN_MAX_CPU_ISA" in os.environ, torch.backends.cpu.get_cpu_capability(), flush=True)
     os._exit(0)
