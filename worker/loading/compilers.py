@@ -27,6 +27,8 @@ from octavo.wire.host import die_with
 MAX_PROCESSES = 16
 ANSWER_TIMEOUT_S = 120.0
 """For one kernel, on the slowest host."""
+IDLE_END_S = 0.5
+"""For those that compile nothing to end by themselves, and to be waited for by the one that forked them."""
 END_TIMEOUT_S = 5.0
 _POLL_S = 0.01
 _DONE, _FAILED = b"1", b"0"
@@ -88,16 +90,25 @@ class CompilerProcesses:
         pid, self._pid = self._pid, None
         if pid is None:
             return
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # the others end with it
         for end in self._ends:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
-        deadline_s = time.monotonic() + END_TIMEOUT_S
-        with suppress(ChildProcessError):
-            while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
+        if not _has_ended(pid, IDLE_END_S):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # the others end with it
+            _has_ended(pid, END_TIMEOUT_S)
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Whether a child has, within that time."""
+    deadline_s = time.monotonic() + timeout_s
+    with suppress(ChildProcessError):
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+    return True
 
 
 def _fork_all(parent: int, pairs: list[tuple[socket.socket, socket.socket]], wake: Wake, answer: Answer) -> None:
