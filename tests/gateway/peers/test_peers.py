@@ -21,8 +21,8 @@ def socket_of(folder: Path, n: int) -> str:
     return f"ipc://{folder}/run/gateway-{n}.peers.sock"
 
 
-def answer(question: ToPeer) -> PeerReply:
-    """A gateway's side: seven requests."""
+def tell_seven(question: ToPeer) -> PeerReply:
+    """A gateway's side: seven requests are in flight."""
     return PeerReply(call_id=0, gateway_id="", num_in_flight=7)
 
 
@@ -31,7 +31,7 @@ async def peers(*configs: PeerConfig) -> AsyncIterator[list[Peers]]:
     async with AsyncExitStack() as stack:
         made = []
         for config in configs:
-            each = Peers(config, answer)
+            each = Peers(config, tell_seven)
             await each.start()
             stack.push_async_callback(each.close)
             made.append(each)
@@ -96,7 +96,7 @@ async def test_nobody_waits_for_a_gateway_that_is_known_to_be_down(tmp_path: Pat
         await again.close()
 
 
-@pytest.mark.usefixtures("frozen")
+@pytest.mark.usefixtures("frozen_gateway")
 async def test_nobody_waits_longer_for_a_gateway_that_freezes_than_until_it_counts_as_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +145,7 @@ async def test_over_tcp_gateways_know_each_other_by_the_pair_that_they_share(tmp
     ],
 )
 async def test_what_cannot_be_is_told_at_the_start(endpoint: str, others: tuple[str, ...], words: str) -> None:
-    each = Peers(PeerConfig(endpoint=endpoint, others=others), answer)
+    each = Peers(PeerConfig(endpoint=endpoint, others=others), tell_seven)
     with pytest.raises((EndpointError, ValueError), match=words):
         await each.start()
     await each.close()

@@ -1,7 +1,7 @@
 """Three gateways of one service: what ends, drains or counts requests reaches those of all of them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-import zmq
 
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig
@@ -230,7 +229,7 @@ async def test_a_snapshot_is_of_all_gateways(fleet: Fleet) -> None:
         await asyncio.gather(*calls)
 
 
-@pytest.mark.usefixtures("frozen")
+@pytest.mark.usefixtures("frozen_gateway")
 async def test_a_gateway_that_does_not_answer_is_named_in_every_snapshot_and_once_in_the_log(fleet: Fleet) -> None:
     async with asyncio.timeout(60), fleet(absent=1) as gateways:
         with structlog.testing.capture_logs() as lines:
@@ -316,18 +315,7 @@ class Constant:
 # ---------------------------------------------------------------- gateways that do not answer
 
 
-@pytest.fixture
-def frozen(tmp_path: Path) -> Iterator[None]:
-    """What stands at gateway 3's socket takes every question and answers none."""
-    (tmp_path / "run").mkdir(mode=0o700)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.bind(socket_of(tmp_path, 3))
-    yield
-    context.destroy(linger=0)
-
-
-@pytest.mark.usefixtures("impatient", "frozen")
+@pytest.mark.usefixtures("impatient", "frozen_gateway")
 @pytest.mark.parametrize("absent", [1, 2], ids=["one is frozen", "and one is not there"])
 async def test_a_gateway_that_does_not_answer_is_named_and_nobody_waits_for_it(fleet: Fleet, absent: int) -> None:
     silent = ["gateway-3", "gateway-4"][:absent]
