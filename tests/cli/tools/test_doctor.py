@@ -1,0 +1,60 @@
+"""What `octavo doctor` finds where a model is to be served."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import main
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools.doctor_checks import Finding, Verdict
+from octavo.cli.tools.doctor_model import check_models
+
+pytestmark = pytest.mark.usefixtures("nothing_set")
+
+
+def found(settings: ServeSettings) -> dict[str, Finding]:
+    return {each.name: each for each in check_models(settings)}
+
+
+def test_it_looks_at_what_serving_a_model_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    good = found(ServeSettings())
+    assert {"device", "models", "checkpoint", "weights", "kernel cache", "compiler"} <= good.keys()
+    assert not [each for each in good.values() if each.verdict is Verdict.BAD]
+    bad = found(ServeSettings(model=("nothing-like-it",), device="tpu"))
+    assert {name for name, each in bad.items() if each.verdict is Verdict.BAD} == {"device", "checkpoint"}
+
+
+def test_it_exits_with_one_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["doctor", "--model", str(tmp_path), "--port", "0"]) == 1
+    assert "there is no config.json in it" in capsys.readouterr().out
+
+
+def test_it_asks_the_hub_and_looks_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sibling = type("Sibling", (), {"rfilename": "model.safetensors", "size": 1 << 60})
+    info = type("Info", (), {"siblings": [sibling]})
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: info)
+    asked = found(ServeSettings(model=("org/large",)))
+    assert (asked["hub"].verdict, asked["disk"].verdict) == (Verdict.GOOD, Verdict.BAD)
+    assert "HF_HOME" in asked["disk"].advice
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
+    asked = found(ServeSettings(model=("org/large",)))
+    assert asked["hub"].verdict is Verdict.BAD
+    assert "nobody answers" in asked["hub"].detail
+    assert "again" not in asked["hub"].advice
+
+
+def test_it_says_where_kernels_cannot_be_kept_or_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cli.tools.doctor_model.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    assert found(ServeSettings())["kernel cache"].verdict is Verdict.BAD
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found(ServeSettings())["compiler"].verdict is Verdict.WARNING
