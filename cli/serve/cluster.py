@@ -21,8 +21,8 @@ from typing import Any
 
 from octavo.cli.errors import CliError
 from octavo.cli.serve.children import OnLine
-from octavo.cli.serve.launch import PEERS_FILE, Doors, ProcessPlan, Role
-from octavo.cli.serve.placed import Ground, Placed, PlacedGateway, first_line
+from octavo.cli.serve.launch import PEERS_FILE, GatewayLinks, ProcessPlan, Role
+from octavo.cli.serve.placed import ClusterContext, Placed, PlacedGateway, first_line
 from octavo.cli.serve.placement import (
     OF_GATEWAY,
     Board,
@@ -104,8 +104,8 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
         here = _spots_here(address, settings.num_gateways)
         board = Board(here)
         controls = [f"tcp://{join_address(address, each.control)}" for each in here.values()]
-        doors = Doors(
-            endpoints=[f"tcp://{join_address(address, each.door)}" for each in here.values()],
+        links = GatewayLinks(
+            endpoints=[f"tcp://{join_address(address, each.worker_port)}" for each in here.values()],
             controls=controls if settings.cluster_gateways else None,
             of_gateways={"gateway_key_file": keys["gateway.key"], "allowed_worker_keys": [str(keys["worker.pub"])]},
         )
@@ -115,7 +115,7 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
         except Exception as error:  # of many kinds, such as ConnectionError where a client gets no server
             raise _not_joined(head, first_line(error)) from None
         try:
-            ground = Ground(
+            context = ClusterContext(
                 ray=ray,
                 label=f"octavo-{secrets.token_hex(4)}",  # groups of several services have names of one cluster
                 board=board,
@@ -124,7 +124,7 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
                 placing=asyncio.Lock(),
             )
             texts = {name: path.read_text() for name, path in keys.items()}
-            yield Cluster(ground, doors=doors, need=need, keys=texts, run_dir=run_dir)
+            yield Cluster(context, links=links, need=need, keys=texts, run_dir=run_dir)
         finally:
             ray.shutdown()
 
@@ -192,7 +192,9 @@ def _spots_here(address: str, num_gateways: int) -> dict[str, Spot]:
     """Of the gateways of this host; callers' ports are chosen elsewhere."""
     taken: set[int] = set()
     return {
-        f"gateway-{n}": Spot(host=address, port=0, door=free_port(address, taken), control=free_port(address, taken))
+        f"gateway-{n}": Spot(
+            host=address, port=0, worker_port=free_port(address, taken), control=free_port(address, taken)
+        )
         for n in range(num_gateways)
     }
 
@@ -207,9 +209,11 @@ def _keys(folder: Path, given: Path | None) -> dict[str, Path]:
 class Cluster:
     """Where the workers of a service run, and gateways of it. keys: the texts of key files, by name."""
 
-    def __init__(self, ground: Ground, *, doors: Doors, need: Need, keys: Mapping[str, str], run_dir: Path) -> None:
-        self.doors = doors
-        self._ground = ground
+    def __init__(
+        self, context: ClusterContext, *, links: GatewayLinks, need: Need, keys: Mapping[str, str], run_dir: Path
+    ) -> None:
+        self.links = links
+        self._context = context
         self._need = need
         self._keys = keys
         self._peers_file = run_dir / PEERS_FILE
@@ -224,16 +228,16 @@ class Cluster:
     @property
     def board(self) -> Board:
         """Where the gateways are."""
-        return self._ground.board
+        return self._context.board
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Placed:
         """A process, without a place yet."""
         self._notice = notice
         if plan.role is Role.GATEWAY:
             files = self._files_of_gateway(plan.settings)
-            return PlacedGateway(self._ground, plan, plan.settings, files, OF_GATEWAY, on_line, notice)
+            return PlacedGateway(self._context, plan, plan.settings, files, OF_GATEWAY, on_line, notice)
         settings = self._settings_of_worker(plan)
-        return Placed(self._ground, plan, settings, self._files_of_worker, self._need, on_line, notice)
+        return Placed(self._context, plan, settings, self._files_of_worker, self._need, on_line, notice)
 
     def _settings_of_worker(self, plan: ProcessPlan) -> dict[str, Any]:
         name, checkpoint = split_model(plan.model)
@@ -251,7 +255,7 @@ class Cluster:
         return {
             "worker_key_file": self._keys["worker.key"],
             "gateway_public_key_file": self._keys["gateway.pub"],
-            "gateway_endpoints_file": self.board.doors(),
+            "gateway_endpoints_file": self.board.endpoints(),
         }
 
     def _files_of_gateway(self, settings: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
@@ -285,10 +289,10 @@ class Cluster:
 
     def room(self, num_workers: int, num_gateways: int) -> str | None:
         """By what hosts have in all: what others hold of it may be given back."""
-        ray = self._ground.ray
+        ray = self._context.ray
         try:
             nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-            left = _left(nodes, self._ground.own_node, self._need, num_gateways)
+            left = _left(nodes, self._context.own_node, self._need, num_gateways)
         except ray.exceptions.RayError as error:
             return f"the cluster does not tell what it has: {first_line(error)}"
         except CliError as error:

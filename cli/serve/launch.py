@@ -119,7 +119,7 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class GatewayLinks:
     """Where workers dial the gateways of this host, one endpoint each, and what each side needs for it besides.
     controls: where other gateways do; unset: sockets of this host."""
 
@@ -129,9 +129,9 @@ class Doors:
     of_workers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def local_doors(settings: ServeSettings, run_dir: Path) -> Doors:
+def local_links(settings: ServeSettings, run_dir: Path) -> GatewayLinks:
     """Sockets in the run directory, which is closed to others."""
-    return Doors(endpoints=[f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.num_gateways)])
+    return GatewayLinks(endpoints=[f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.num_gateways)])
 
 
 def plan_processes(
@@ -141,12 +141,12 @@ def plan_processes(
     port: int,
     ports: list[int],
     openai_port: int | None = None,
-    doors: Doors | None = None,
+    links: GatewayLinks | None = None,
 ) -> tuple[ProcessPlan, ...]:
     """Gateways, here and elsewhere, then workers, then the front. port: of the gRPC service. ports: of the metrics.
-    doors: unset, all processes are on this host."""
-    doors = doors or local_doors(settings, run_dir)
-    controls = doors.controls or [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
+    links: unset, all processes are on this host."""
+    links = links or local_links(settings, run_dir)
+    controls = links.controls or [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
     gateways = [
         ProcessPlan(
             name=f"gateway-{n}",
@@ -154,16 +154,16 @@ def plan_processes(
             settings=_gateway_settings(
                 settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
             )
-            | dict(doors.of_gateways)
+            | dict(links.of_gateways)
             | {"status_socket": status_socket(settings, run_dir, n)}
             | {"front_socket": None if openai_port is None else front_socket(run_dir, n)}
-            | (_peers(settings, controls, n) if doors.controls is None else _listed_peers(controls[n], run_dir))
+            | (_peers(settings, controls, n) if links.controls is None else _listed_peers(controls[n], run_dir))
             | {"page": "off" if n or settings.page == "off" else "on"}
             | {"expected_model": list(settings.model)},
             metrics_port=ports[n],
             status_socket=status_socket(settings, run_dir, n),
         )
-        for n, endpoint in enumerate(doors.endpoints)
+        for n, endpoint in enumerate(links.endpoints)
     ]
     gateways += [
         plan_placed_gateway(settings, settings.num_gateways + n, run_dir=run_dir, port=port)
@@ -171,7 +171,7 @@ def plan_processes(
     ]
     models = [model for model in settings.model for _ in range(settings.workers)]
     workers = [
-        plan_worker(settings, n, model, run_dir=run_dir, metrics_port=metrics_port, doors=doors)
+        plan_worker(settings, n, model, run_dir=run_dir, metrics_port=metrics_port, links=links)
         for n, (model, metrics_port) in enumerate(zip(models, ports[settings.num_gateways :], strict=True))
     ]
     fronts = [] if openai_port is None else [_plan_front(settings, run_dir, openai_port)]
@@ -210,7 +210,7 @@ def devices_of_group(settings: ServeSettings, n: int, environment: Mapping[str, 
 
 
 def plan_worker(
-    settings: ServeSettings, n: int, model: str, *, run_dir: Path, metrics_port: int, doors: Doors
+    settings: ServeSettings, n: int, model: str, *, run_dir: Path, metrics_port: int, links: GatewayLinks
 ) -> ProcessPlan:
     """Worker n of the service, with a model as --model names it."""
     name = f"worker-{n}"
@@ -219,12 +219,12 @@ def plan_worker(
         "model": [model],
         "worker_id": name,
         "worker_metrics_port": metrics_port,
-        "gateway_endpoint": doors.endpoints,
+        "gateway_endpoint": links.endpoints,
     }
     return ProcessPlan(
         name=name,
         role=Role.WORKER,
-        settings=_shared(settings, WorkerSettings) | own | dict(doors.of_workers) | _logs(settings),
+        settings=_shared(settings, WorkerSettings) | own | dict(links.of_workers) | _logs(settings),
         is_placed=bool(settings.cluster),
         metrics_port=None if settings.cluster else metrics_port,  # on a cluster, its host is chosen later
         variables={} if settings.cluster else devices_of_group(settings, n),

@@ -28,7 +28,7 @@ LOOK_S = 2.0  # between two looks at files that others may change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class ClusterContext:
     """What all processes of a service on a cluster have in common. ray: the library, connected. label: of the service,
     among all of the cluster. own_node: the supervisor's; empty where it has none. towards: the supervisor's address.
     placing: held while a gateway looks for its place and ports."""
@@ -47,7 +47,7 @@ class Placed:
 
     def __init__(
         self,
-        ground: Ground,
+        context: ClusterContext,
         plan: ProcessPlan,
         settings: Mapping[str, Any],
         files: Callable[[], Mapping[str, str]],
@@ -56,8 +56,8 @@ class Placed:
         notice: Notice,
     ) -> None:
         self.name = plan.name
-        self._ground = ground
-        self._ray = ground.ray
+        self._context = context
+        self._ray = context.ray
         self._role = plan.role
         self._settings = settings
         self._files = files
@@ -86,7 +86,7 @@ class Placed:
     async def run(self) -> int:
         """One life. The exit code of the process; EXIT_PLACE_LOST, EXIT_NO_PLACE."""
         self._living = asyncio.create_task(self._live(), name=self.name)
-        self._ground.board.listeners.add(self._tell)
+        self._context.board.listeners.add(self._tell)
         try:
             return await self._living
         except asyncio.CancelledError:
@@ -94,7 +94,7 @@ class Placed:
                 return 0  # by `kill`, or by `terminate` while it had no place
             raise
         finally:
-            self._ground.board.listeners.discard(self._tell)
+            self._context.board.listeners.discard(self._tell)
             self._living.cancel()
             for task in self._telling:
                 task.cancel()
@@ -233,7 +233,7 @@ class Placed:
         resources = self._need.resources
         self._num_groups += 1
         asked = {"bundle_label_selector": [{NODE_LABEL: f"!in({','.join(not_at)})"}]} if not_at else {}
-        name = f"{self._ground.label}-{self.name}-{self._num_groups}"
+        name = f"{self._context.label}-{self.name}-{self._num_groups}"
         self._group = placement_group([resources], strategy="STRICT_PACK", name=name, **asked)
         ready = asyncio.wrap_future(self._group.ready().future())
         await asyncio.wait([ready], timeout=limit_s)
@@ -276,7 +276,7 @@ class PlacedGateway(Placed):
     _spot: Spot | None = None
 
     async def _settle(self) -> bool:
-        async with self._ground.placing:  # else two would choose the same host, or the same ports there
+        async with self._context.placing:  # else two would choose the same host, or the same ports there
             if self._seat is None and not await self._place():
                 return False
             async with asyncio.timeout(ANSWER_S):
@@ -285,7 +285,7 @@ class PlacedGateway(Placed):
 
     async def _place(self) -> bool:
         """On a host that has no other gateway where there is one soon; never on the supervisor's."""
-        apart = [*self._never_at, *sorted(self._ground.board.nodes(self.name))]
+        apart = [*self._never_at, *sorted(self._context.board.nodes(self.name))]
         if apart != self._never_at:
             if await self._reserve(APART_S, not_at=apart):
                 return True
@@ -294,18 +294,18 @@ class PlacedGateway(Placed):
 
     @property
     def _never_at(self) -> Sequence[str]:
-        return [self._ground.own_node] if self._ground.own_node else []
+        return [self._context.own_node] if self._context.own_node else []
 
     async def _draw(self) -> None:
         from ray.util.placement_group import placement_group_table
 
-        given, board, former = self._settings, self._ground.board, self._spot
+        given, board, former = self._settings, self._context.board, self._spot
         wished = former.ports if former else (given["port"], 0, 0, given["metrics_port"])
         wanted = [("", port) for port in wished[:3]] + [(given["metrics_host"], wished[3])]
         taken = board.ports(besides=self.name)
-        host, ports = await self._ask("draw", self._ground.towards, wanted, taken, version_here())
+        host, ports = await self._ask("draw", self._context.towards, wanted, taken, version_here())
         node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # none: the host is gone by now
-        self._spot = Spot(host=host, port=ports[0], door=ports[1], control=ports[2], metrics=ports[3], node=node)
+        self._spot = Spot(host=host, port=ports[0], worker_port=ports[1], control=ports[2], metrics=ports[3], node=node)
         board.put(self.name, self._spot)
 
     def _settings_of_life(self) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class PlacedGateway(Placed):
             "host": given["host"] if is_everywhere else spot.host,
             "port": spot.port,
             "metrics_port": spot.metrics,
-            "worker_endpoint": [f"tcp://{join_address(spot.host, spot.door)}"],
+            "worker_endpoint": [f"tcp://{join_address(spot.host, spot.worker_port)}"],
             "control_endpoint": f"tcp://{join_address(spot.host, spot.control)}",
         }
 
@@ -325,7 +325,7 @@ class PlacedGateway(Placed):
 
     def _leave(self) -> None:
         self._spot = None
-        self._ground.board.drop(self.name)
+        self._context.board.drop(self.name)
         super()._leave()
 
 

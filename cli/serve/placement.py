@@ -145,7 +145,7 @@ class Spot:
 
     host: str
     port: int
-    door: int
+    worker_port: int
     control: int
     metrics: int = 0
     node: str = ""
@@ -153,7 +153,7 @@ class Spot:
     @property
     def ports(self) -> tuple[int, ...]:
         """Which nobody else on its host can have."""
-        return self.port, self.door, self.control, self.metrics
+        return self.port, self.worker_port, self.control, self.metrics
 
 
 class Board:
@@ -180,9 +180,9 @@ class Board:
         """Where callers reach those of other hosts."""
         return {name: join_address(each.host, each.port) for name, each in sorted(self._placed.items())}
 
-    def doors(self) -> str:
+    def endpoints(self) -> str:
         """Where workers dial all of them: the text of a file."""
-        return "".join(f"tcp://{join_address(each.host, each.door)}\n" for each in self._all().values())
+        return "".join(f"tcp://{join_address(each.host, each.worker_port)}\n" for each in self._all().values())
 
     def controls(self) -> str:
         """Where they dial each other: the text of a file."""

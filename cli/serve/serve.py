@@ -18,13 +18,13 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.children import Child, Keepable, OnLine
 from octavo.cli.serve.launch import (
     READY_FILE,
-    Doors,
+    GatewayLinks,
     ProcessPlan,
     Role,
     choose_gateways,
     command_line,
     environment,
-    local_doors,
+    local_links,
     metrics_ports,
     plan_placed_gateway,
     plan_processes,
@@ -106,7 +106,7 @@ def serve(settings: ServeSettings) -> int:
             stack.enter_context(held_port(settings.host, port))
         openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
         plans = plan_processes(
-            settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, doors=site.doors
+            settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, links=site.links
         )
         address = join_address(reachable(settings.host), port)
         layout = _Layout(
@@ -137,10 +137,10 @@ def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> t
 
 
 class Site(Protocol):
-    """Where workers run. doors: where they dial the gateways. board: where gateways of other hosts are."""
+    """Where workers run. links: where they dial the gateways. board: where gateways of other hosts are."""
 
     @property
-    def doors(self) -> Doors: ...
+    def links(self) -> GatewayLinks: ...
 
     @property
     def board(self) -> Board: ...
@@ -157,7 +157,7 @@ class Site(Protocol):
 class _Here:
     """This host."""
 
-    doors: Doors
+    links: GatewayLinks
     settings: ServeSettings
     board: Board = field(default_factory=lambda: Board({}))
 
@@ -176,7 +176,7 @@ class _Here:
 @contextmanager
 def _site(settings: ServeSettings, run_dir: Path) -> Iterator[Site]:
     if not settings.cluster:
-        yield _Here(local_doors(settings, run_dir), settings)
+        yield _Here(local_links(settings, run_dir), settings)
         return
     from octavo.cli.serve.cluster import joined  # Ray: only where it is wanted
 
@@ -293,7 +293,7 @@ def _later_worker(layout: _Layout, n: int, model: str) -> ProcessPlan:
         except CliError:
             port = 0
         port = port or free_port(settings.metrics_host, set())
-    return plan_worker(settings, n, model, run_dir=layout.run_dir, metrics_port=port, doors=layout.site.doors)
+    return plan_worker(settings, n, model, run_dir=layout.run_dir, metrics_port=port, links=layout.site.links)
 
 
 async def _announce(layout: _Layout, started_s: float, service: Service, view: StartupView, fleet: "Fleet") -> None:

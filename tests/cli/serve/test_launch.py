@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.serve.launch import (
-    Doors,
+    GatewayLinks,
     Role,
     choose_gateways,
     command_line,
@@ -67,8 +67,10 @@ def test_gateways_of_several_hosts_have_ports_side_by_side_and_know_their_neighb
 def test_gateways_of_a_cluster_are_told_of_each_other_by_a_file() -> None:
     """Those here are at addresses that stay; the host of the others puts its own in."""
     settings = ServeSettings(cluster="auto", cluster_gateways=2, admin_port=7, metrics_port=9, api_keys_file=Path("k"))
-    doors = Doors(endpoints=["tcp://10.0.0.1:1"], controls=["tcp://10.0.0.1:2"], of_gateways={"gateway_key_file": "g"})
-    here, *placed, worker = plan_processes(settings, run_dir=RUN, port=5, ports=[10, 0], doors=doors)
+    links = GatewayLinks(
+        endpoints=["tcp://10.0.0.1:1"], controls=["tcp://10.0.0.1:2"], of_gateways={"gateway_key_file": "g"}
+    )
+    here, *placed, worker = plan_processes(settings, run_dir=RUN, port=5, ports=[10, 0], links=links)
     assert (here.is_placed, here.metrics_port, here.settings["port_sharing"]) == (False, 10, "shared")
     assert here.settings["control_endpoint"] == "tcp://10.0.0.1:2"
     assert (here.settings["peer_endpoint"], here.settings["peer_endpoints_file"]) == ([], RUN / "peer-endpoints")
@@ -81,7 +83,7 @@ def test_gateways_of_a_cluster_are_told_of_each_other_by_a_file() -> None:
         assert [each.settings[name] for name in ("admin_port", "status_socket", "supervisor_socket")] == [None] * 3
         assert each.settings["api_keys_file"] == Path("k")
     assert worker.is_placed
-    alone = plan_processes(ServeSettings(cluster="auto"), run_dir=RUN, port=5, ports=[10, 0], doors=doors)[0]
+    alone = plan_processes(ServeSettings(cluster="auto"), run_dir=RUN, port=5, ports=[10, 0], links=links)[0]
     assert alone.settings["port_sharing"] == "exclusive"
 
 

@@ -12,7 +12,7 @@ import pytest
 from octavo.cli.serve import placed
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import EXIT_PLACE_LOST
-from octavo.cli.serve.placed import Ground, Placed
+from octavo.cli.serve.placed import ClusterContext, Placed
 from octavo.cli.serve.placement import Board, Need, Spot
 from tests.support.waiting import until
 
@@ -101,10 +101,10 @@ def worker(ray: Played, monkeypatch: pytest.MonkeyPatch, notices: list[str], boa
     for module in (ModuleType("ray"), ModuleType("ray.util"), groups, strategies):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     board = board or Board({})
-    ground = Ground(ray=ray, label="l", board=board, own_node="", towards="127.0.0.1", placing=asyncio.Lock())
+    context = ClusterContext(ray=ray, label="l", board=board, own_node="", towards="127.0.0.1", placing=asyncio.Lock())
     plan = ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None)
-    files = lambda: {"gateway_endpoints_file": board.doors()}  # noqa: E731
-    return Placed(ground, plan, {}, files, Need(gpus=0, cpus=1), lambda *_: None, notices.append)
+    files = lambda: {"gateway_endpoints_file": board.endpoints()}  # noqa: E731
+    return Placed(context, plan, {}, files, Need(gpus=0, cpus=1), lambda *_: None, notices.append)
 
 
 async def test_a_reservation_that_is_not_granted_is_given_back_and_made_anew(
@@ -142,7 +142,7 @@ async def test_a_file_that_cannot_be_written_on_its_host_is_told_once_and_tried_
     process = worker(ray, monkeypatch, notices, board)
     running = asyncio.create_task(process.run())
     await until(lambda: ("follow", (0,)) in ray.asked)
-    board.put("gateway-1", Spot(host="10.0.0.2", port=1, door=2, control=3))
+    board.put("gateway-1", Spot(host="10.0.0.2", port=1, worker_port=2, control=3))
     ray.answers["follow"] = [lines] * 3 + [NEVER]
     await until(lambda: len(writes(ray)) == 3 or process._tell())
     assert [files for _, files in writes(ray)] == [{"gateway_endpoints_file": "tcp://10.0.0.2:2\n"}] * 3

@@ -122,16 +122,16 @@ def test_gateways_leave_workers_as_much_as_they_can() -> None:
 
 
 def test_the_board_tells_whoever_must_know_when_a_gateway_has_moved() -> None:
-    here = Spot(host="10.0.0.1", port=0, door=1, control=2)
+    here = Spot(host="10.0.0.1", port=0, worker_port=1, control=2)
     board = Board({"gateway-0": here})
     told: list[str] = []
-    board.listeners.add(lambda: told.append(board.doors()))
-    first = Spot(host="10.0.0.2", port=50051, door=11, control=12, metrics=9090, node="n2")
+    board.listeners.add(lambda: told.append(board.endpoints()))
+    first = Spot(host="10.0.0.2", port=50051, worker_port=11, control=12, metrics=9090, node="n2")
     board.put("gateway-1", first)
     board.put("gateway-1", first)  # nothing new
     assert told == ["tcp://10.0.0.1:1\ntcp://10.0.0.2:11\n"]
     assert board.controls() == "tcp://10.0.0.1:2\ntcp://10.0.0.2:12\n"
-    board.put("gateway-2", Spot(host="fd00::3", port=50051, door=21, control=22, node="n3"))
+    board.put("gateway-2", Spot(host="fd00::3", port=50051, worker_port=21, control=22, node="n3"))
     assert board.addresses() == {"gateway-1": "10.0.0.2:50051", "gateway-2": "[fd00::3]:50051"}
     assert (board.nodes("gateway-1"), board.nodes("")) == ({"n3"}, {"n2", "n3"})
     assert board.ports(besides="gateway-2") == [1, 2, 50051, 11, 12, 9090]
