@@ -169,7 +169,14 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
         numbers = f"--device is {settings.device}, and the cluster chooses the GPU of each worker"
         raise usage("--cluster does not go with the number of a GPU", numbers, "give --device cuda")
     if settings.runner == "torch":
-        _check_models([each for each in settings.model if Path(split_model(each)[1]).expanduser().is_dir()], settings)
+        _check_models([each for each in settings.model if _is_here(split_model(each)[1])], settings)
+
+
+def _is_here(checkpoint: str) -> bool:
+    """A folder of this host, which the others have to have as well, or a model that is part of every installation."""
+    from octavo.model.checkpoint.source import EMBEDDED
+
+    return Path(checkpoint).expanduser().is_dir() or (EMBEDDED / checkpoint).is_dir()
 
 
 def _check_own_address(address: str) -> None:

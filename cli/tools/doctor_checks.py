@@ -17,6 +17,7 @@ from octavo.cli.serve.ports import require_free
 from octavo.cli.serve.preflight import unknown_variables
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.setting import variable_of
+from octavo.wire.host import usable_cores
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir
 
 GIB = 2**30
@@ -182,7 +183,9 @@ def check_variables() -> list[Finding]:
 def _cpu() -> str:
     flags = _cpu_flags()
     features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{os.cpu_count()} cores" + (f", {' '.join(features)}" if features else "")
+    usable, there = usable_cores(), os.cpu_count() or 1
+    cores = f"{there} cores" if usable >= there else f"{usable} of {there} cores, by affinity or a container's quota"
+    return cores + (f", {' '.join(features)}" if features else "")
 
 
 def _cpu_flags() -> set[str]:

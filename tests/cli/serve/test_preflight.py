@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.errors import CliError
 from octavo.cli.explain import explain
 from octavo.cli.main import main
 from octavo.cli.serve import preflight
@@ -21,6 +22,7 @@ from octavo.cli.serve.preflight import (
     check_device_here,
     check_group_devices,
     check_workers,
+    check_workers_elsewhere,
     unknown_variables,
 )
 from octavo.cli.serve.summary import ModelSummary, summary_rows
@@ -255,6 +257,12 @@ def test_a_flag_hides_instructions_from_torch_and_overrides_the_variable(tmp_pat
     hidden, capability = seen("auto", "planted", "--cpu-isa=avx2")
     assert (hidden, capability in ("AVX2", "DEFAULT", "NO")) == ("True", True)
     assert seen("avx2", "as it is", "--cpu-isa=auto")[0] == "False"
+
+
+def test_the_embedded_model_is_cut_here_before_a_cluster_is_asked_for_places() -> None:
+    with pytest.raises(CliError, match="intermediate_size: 896 cannot be divided among 3 tensor-parallel ranks"):
+        check_workers_elsewhere(ServeSettings(tensor_parallel_size=3, device="cpu"))
+    check_workers_elsewhere(ServeSettings(tensor_parallel_size=2, device="cpu"))
 
 
 def test_attention_backends_are_those_that_there_are() -> None:

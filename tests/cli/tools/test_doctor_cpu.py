@@ -5,6 +5,7 @@ import os
 import pytest
 
 from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools import doctor_checks
 from octavo.cli.tools.doctor_checks import Verdict, check_cpu
 from octavo.model.cpu import isa
 from octavo.model.cpu.isa import Isa
@@ -41,3 +42,13 @@ def test_without_kernels_it_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.verdict is Verdict.WARNING
     assert "torch alone is slower" in found.detail
     assert "C compiler" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("usable", "told"), [(2, "2 of 64 cores, by affinity or a container's quota"), (64, "64 cores")]
+)
+def test_the_cores_that_a_container_leaves_are_told(usable: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: usable, raising=False)
+    monkeypatch.setattr(doctor_checks, "_cpu_flags", set)
+    assert doctor_checks._cpu() == told
