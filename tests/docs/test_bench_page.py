@@ -1,4 +1,5 @@
-"""bench/README.md has every bench that can be run, in the table of its folder."""
+"""bench/README.md has every bench that can be run, in the table of its folder; bench/RESULTS.md says where it stands at
+a glance."""
 
 import re
 from pathlib import Path
@@ -18,3 +19,12 @@ def test_the_page_names_every_bench() -> None:
             path.parent.name if path.stem == "__main__" else path.stem for path in (BENCH / folder).rglob("*.py")
         }
         assert (benches - named, named - modules) == (set(), set())
+
+
+def test_where_it_stands_has_one_figure_for_each_bar_and_no_chain_of_older_ones() -> None:
+    """Those are in the sections that a row links to."""
+    results = (BENCH / "RESULTS.md").read_text()
+    tables = results[results.index("\n## Where it stands") : results.index("\n## One H200, bar by bar")]
+    rows = [line for line in tables.splitlines() if line.startswith("| ")]
+    cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.split("|")]
+    assert [cell for cell in cells if len(cell) > 120] == []
