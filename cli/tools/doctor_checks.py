@@ -104,14 +104,23 @@ def check_torch() -> list[Finding]:
 
 def check_memory() -> Finding:
     """Main memory that is free."""
-    memory = psutil.virtual_memory()
-    is_good = memory.available > 2 * GIB
+    available, total = available_bytes(), psutil.virtual_memory().total
+    is_good = available > 2 * GIB
     return Finding(
         name="memory",
         verdict=Verdict.GOOD if is_good else Verdict.WARNING,
-        detail=f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available",
+        detail=f"{available / GIB:.1f} of {total / GIB:.1f} GiB available",
         advice="" if is_good else "give a small --num-blocks, or close other programs",
     )
+
+
+def available_bytes() -> int:
+    """Main memory as a worker counts it: a container's limit may leave less than the host has."""
+    try:
+        from octavo.worker.loading.memory import available_host_bytes
+    except ImportError:  # without torch
+        return int(psutil.virtual_memory().available)
+    return available_host_bytes()
 
 
 def check_shared_memory() -> Finding:

@@ -5,13 +5,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from octavo.cli.explain import explain
 from octavo.cli.serve.preflight import check_device, check_model, check_names
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
-from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict
+from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict, available_bytes
 
 KERNEL_CACHE_BYTES = 64 << 20
 
@@ -98,7 +96,7 @@ def _check_disk(name: str, folder: Path, num_bytes: int, advice: str) -> Finding
 
 def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
     """Main memory for the weights of each worker, unless a GPU has them."""
-    available, wanted = psutil.virtual_memory().available, num_bytes * settings.workers
+    available, wanted = available_bytes(), num_bytes * settings.workers
     if settings.device.startswith("cuda"):
         return Finding(name="weights", verdict=Verdict.GOOD, detail=f"{_gib(num_bytes)}, into the GPU's memory")
     is_good = wanted <= available

@@ -52,3 +52,9 @@ def test_the_cores_that_a_container_leaves_are_told(usable: int, told: str, monk
     monkeypatch.setattr(doctor_checks, "usable_cores", lambda: usable, raising=False)
     monkeypatch.setattr(doctor_checks, "_cpu_flags", set)
     assert doctor_checks._cpu() == told
+
+
+def test_the_memory_that_a_container_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.worker.loading.memory.available_host_bytes", lambda: 1 << 30)
+    found = doctor_checks.check_memory()
+    assert (found.verdict, found.detail.partition(" of ")[0]) == (Verdict.WARNING, "1.0")
