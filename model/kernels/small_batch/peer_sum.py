@@ -83,18 +83,11 @@ def peer_sum(
 
     Raises ValueError where a tensor does not fit.
     """
-    num_elements, programs = out.numel(), num_programs(out.numel())
-    if len(rooms) != len(counts) or not 0 <= rank < len(rooms):
-        raise ValueError(f"rank {rank} has {len(rooms)} rooms and {len(counts)} counts")
-    if not out.is_contiguous() or any(room.dtype != out.dtype or room.numel() < num_elements for room in rooms):
-        raise ValueError(f"out has shape {tuple(out.shape)} and is {out.dtype}, which its rooms do not fit")
-    least = programs * len(rooms)
-    if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
-        raise ValueError(f"a sum of {num_elements} numbers needs {least} counts of int32 on each rank")
-    block = BLOCK if num_elements <= MAX_PROGRAMS * BLOCK else LARGE_BLOCK
-    _peer_sum_kernel[(programs,)](
+    num_elements = out.numel()
+    _check("sum", rooms, counts, out, num_elements, rank)
+    _peer_sum_kernel[(num_programs(num_elements),)](
         rooms, counts, out, num_elements,
-        RANK=rank, SIZE=len(rooms), BLOCK=block, ADDS=adds, num_warps=WARPS,
+        RANK=rank, SIZE=len(rooms), BLOCK=_block_of(num_elements), ADDS=adds, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -122,21 +115,35 @@ def peer_join(
 
     Raises ValueError where a tensor does not fit.
     """
-    size, num_elements = len(rooms), out_BV.numel() // max(len(rooms), 1)
-    if size != len(counts) or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} has {size} rooms and {len(counts)} counts")
-    V = out_BV.shape[1]
-    if (
-        not out_BV.is_contiguous()
-        or V % size
-        or any(room.dtype != out_BV.dtype or room.numel() < num_elements for room in rooms)
-    ):
-        raise ValueError(f"out has shape {tuple(out_BV.shape)} and is {out_BV.dtype}, which its rooms do not fit")
-    programs = num_programs(num_elements)
-    if any(each.dtype != torch.int32 or each.numel() < programs * size for each in counts):
-        raise ValueError(f"a join of {num_elements} numbers needs {programs * size} counts of int32 on each rank")
-    is_large = num_elements > MAX_PROGRAMS * BLOCK
-    _peer_join_kernel[(programs,)](
+    size, V = len(rooms), out_BV.shape[1]
+    num_elements = out_BV.numel() // max(size, 1)
+    if size and V % size:
+        raise ValueError(f"out has shape {tuple(out_BV.shape)}: {size} ranks do not have equal columns of it")
+    _check("join", rooms, counts, out_BV, num_elements, rank)
+    _peer_join_kernel[(num_programs(num_elements),)](
         rooms, counts, out_BV, num_elements, V // size,
-        RANK=rank, SIZE=size, BLOCK=LARGE_BLOCK if is_large else BLOCK, num_warps=WARPS,
+        RANK=rank, SIZE=size, BLOCK=_block_of(num_elements), num_warps=WARPS,
     )  # fmt: skip
+
+
+def _check(
+    what: str,
+    rooms: tuple[torch.Tensor, ...],
+    counts: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    num_elements: int,
+    rank: int,
+) -> None:
+    """Raises ValueError where a tensor does not fit. num_elements: of each room."""
+    if len(rooms) != len(counts) or not 0 <= rank < len(rooms):
+        raise ValueError(f"rank {rank} has {len(rooms)} rooms and {len(counts)} counts")
+    if not out.is_contiguous() or any(room.dtype != out.dtype or room.numel() < num_elements for room in rooms):
+        raise ValueError(f"out has shape {tuple(out.shape)} and is {out.dtype}, which its rooms do not fit")
+    least = num_programs(num_elements) * len(rooms)
+    if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
+        raise ValueError(f"a {what} of {num_elements} numbers needs {least} counts of int32 on each rank")
+
+
+def _block_of(num_elements: int) -> int:
+    """Numbers that a program takes at once."""
+    return BLOCK if num_elements <= MAX_PROGRAMS * BLOCK else LARGE_BLOCK

@@ -183,7 +183,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         ((room, room), (counts,), "rank 0 has 2 rooms and 1 counts"),
         ((room[:32],), (counts,), "its rooms do not fit"),
         ((room.bfloat16(),), (counts,), "its rooms do not fit"),
-        ((room,) * 3, (counts,) * 3, "its rooms do not fit"),
+        ((room,) * 3, (counts,) * 3, "3 ranks do not have equal columns"),
         ((room,), (counts.long(),), "needs 1 counts of int32"),
     ):
         with pytest.raises(ValueError, match=wanted):
