@@ -82,6 +82,26 @@ class PeerJoins(Protocol):
         """out: all ranks' columns, in their order. What lies there may be changed when a sum has begun since."""
 
 
+class DividedSums(Protocol):
+    """A way to sum many rows of the residual stream, of which each rank sums a share for all."""
+
+    def stream(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Where such a stream must lie: the same memory for all. None where there is none."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether x, the first rows of a stream, lies there and this is the faster way for it: the same on every
+        rank."""
+
+    def parts(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Which rows of the next product are to be written where, each before the next is asked for."""
+
+    def add(self, x: torch.Tensor) -> None:
+        """x: itself and the sum of all ranks' products, once its rows have arrived."""
+
+    def arrivals(self, x: torch.Tensor) -> Iterator[slice]:
+        """Rows of x that may be read, all of them in turn: those that are there first."""
+
+
 class Sums(Enum):
     """In which order a sum over ranks adds: FAST, as the library likes it, which may depend on how many rows there are;
     or BY_RANK, in fp32 from rank 0 on and rounded once, so that a row's bits depend on nothing but the row and the
@@ -109,7 +129,7 @@ class Exchanges:
 class Ranks:
     """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank, or where
     nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums. joins: see PeerJoins.
-    exchanges: how long they took."""
+    divided: see DividedSums. exchanges: how long they took."""
 
     rank: int = 0
     size: int = 1
@@ -117,6 +137,7 @@ class Ranks:
     sums: Sums = Sums.FAST
     peers: PeerSums | None = None
     joins: PeerJoins | None = None
+    divided: DividedSums | None = None
     exchanges: Exchanges = field(default_factory=Exchanges, compare=False)
 
     def room(self, like: torch.Tensor, *, plain: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,6 +171,25 @@ class Ranks:
             self.peers.add(partial, x)
             return x
         return x.add_(self.sum(partial))
+
+    def stream(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the residual stream of a step that may have many rows; for one step only."""
+        found = None if self.divided is None else self.divided.stream(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device) if found is None else found
+
+    def shares(self, x: torch.Tensor) -> DividedSums | None:
+        """What sums x, the first rows of what `stream` gave, by shares; None where `room` and `add_sum` are for it."""
+        return self.divided if self.divided is not None and self.divided.takes(x) else None
+
+    def arrivals(self, x: torch.Tensor) -> Iterator[slice]:
+        """Rows of a stream that may be read, all of them in turn: those that are there first."""
+        shares = self.shares(x)
+        return iter((slice(0, len(x)),)) if shares is None else shares.arrivals(x)
+
+    def await_arrivals(self, x: torch.Tensor) -> None:
+        """All rows of a stream may be read afterwards."""
+        for _ in self.arrivals(x):
+            pass
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""

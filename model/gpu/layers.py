@@ -22,6 +22,7 @@ from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
 from octavo.model.kernels.products.rounded import RoundedTokens, silu_round
 from octavo.model.kernels.rows import embed, rms_scale
+from octavo.model.parallel import DividedSums
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
@@ -30,14 +31,15 @@ Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor],
 class LayerBuffers:
     """Room for up to max_tokens tokens between the products of a layer; one set serves all layers."""
 
-    def __init__(self, weights: GpuWeights, max_tokens: int) -> None:
+    def __init__(self, weights: GpuWeights, max_tokens: int, x_TD: torch.Tensor | None = None) -> None:
+        """x_TD: the caller's own residual stream, or one is made."""
         config, device = weights.config, weights.embed_VD.device
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(max_tokens, *shape, dtype=weights.dtype, device=device)
 
         heads = config.num_attention_heads + 2 * config.num_key_value_heads
-        self.x_TD = empty(config.hidden_size)
+        self.x_TD = empty(config.hidden_size) if x_TD is None else x_TD
         self.qkv_TC = empty(heads * config.head_dim)
         self.out_TNH = empty(config.num_attention_heads, config.head_dim)
         self.gate_up_T2I = empty(2 * config.intermediate_size)
@@ -72,6 +74,22 @@ class PlainFinish(SumsInPlace):
     def __init__(self, weights: GpuWeights, buffers: LayerBuffers) -> None:
         self.weights, self.buffers = weights, buffers
 
+    def begin_sum(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps; x itself where it is summed by shares."""
+        return super().begin_sum(x_SD) if self._shares(x_SD) is None else x_SD
+
+    def reduce(self, x_SD: torch.Tensor, partial_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps. Where x is summed by shares, its rows are still arriving."""
+        shares = self._shares(x_SD)
+        if shares is None:
+            return super().reduce(x_SD, partial_SD)
+        shares.add(x_SD)
+        return x_SD
+
+    def _shares(self, x_SD: torch.Tensor) -> DividedSums | None:
+        """What sums x by shares: after products with matrices in the model's dtype alone, to which nothing is added."""
+        return self.weights.ranks.shares(x_SD) if self.weights.has_plain_products else None
+
     def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
         return self._take_product(x_SD, attended_SNH.flatten(1), self.weights.layers[layer].o_DA)
@@ -82,8 +100,9 @@ class PlainFinish(SumsInPlace):
         act_SI = self.buffers.act_TI[:num_rows]
         if is_faster(num_rows, gate_up_ED):
             scale_S = self.buffers.scale_T[:num_rows]
-            rms_scale(x_SD, scale_S, eps)
-            gate_up_product(x_SD, gate_up_ED, scale_S, act_SI)
+            for rows in self.weights.ranks.arrivals(x_SD):
+                rms_scale(x_SD[rows], scale_S[rows], eps)
+                gate_up_product(x_SD[rows], gate_up_ED, scale_S[rows], act_SI[rows])
         else:
             gate_up_S2I = self.buffers.gate_up_T2I[:num_rows]
             self.multiply_gate_up(layer, x_SD, gate_up_S2I)
@@ -95,15 +114,22 @@ class PlainFinish(SumsInPlace):
         return self._take_product(x_SD, act_SI, self.weights.layers[layer].down_DI)
 
     def _take_product(self, x_SD: torch.Tensor, y_SQ: torch.Tensor, matrix_DQ: torch.Tensor) -> torch.Tensor:
-        return torch.mm(y_SQ, matrix_DQ.T, out=x_SD) if self.has_sums else x_SD.addmm_(y_SQ, matrix_DQ.T)
+        if not self.has_sums:
+            return x_SD.addmm_(y_SQ, matrix_DQ.T)
+        shares = self._shares(x_SD)
+        for rows, out_RD in [(slice(None), x_SD)] if shares is None else shares.parts(x_SD):
+            torch.mm(y_SQ[rows], matrix_DQ.T, out=out_RD)
+        return x_SD
 
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
         """The raw product that attention starts from."""
-        torch.mm(x_TD, self.weights.layers[layer].qkv_CD.T, out=qkv_TC)
+        for rows in self.weights.ranks.arrivals(x_TD):
+            torch.mm(x_TD[rows], self.weights.layers[layer].qkv_CD.T, out=qkv_TC[rows])
 
     def multiply_gate_up(self, layer: int, x_SD: torch.Tensor, gate_up_S2I: torch.Tensor) -> None:
         """The raw product that `activate` starts from, where it stands in memory."""
-        torch.mm(x_SD, self.weights.layers[layer].gate_up_ED.T, out=gate_up_S2I)
+        for rows in self.weights.ranks.arrivals(x_SD):
+            torch.mm(x_SD[rows], self.weights.layers[layer].gate_up_ED.T, out=gate_up_S2I[rows])
 
 
 class QuantizedFinish(PlainFinish):
@@ -194,6 +220,7 @@ class Layers(SumsInPlace):
     def __init__(self, finish: PlainFinish, attend: Attend) -> None:
         self.weights, self._finish, self._attend = finish.weights, finish, attend
         self.add_output, self.activate, self.add_down = finish.add_output, finish.activate, finish.add_down
+        self.begin_sum, self.reduce = finish.begin_sum, finish.reduce  # type: ignore[method-assign]
 
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
         """See LayerOps: qkv_TC of the buffers."""
@@ -237,6 +264,7 @@ def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: Tak
     behind each layer, to be copied on the device: x_TD changes afterwards."""
     attended, last = attend_layers(weights, ops, x_TD, take), len(weights.layers) - 1
     finished: torch.Tensor = weights.config.family.finish(ops, last, x_TD, attended)
+    weights.ranks.await_arrivals(finished)
     if take is not None:
         take(last, finished)
     return finished
@@ -251,6 +279,7 @@ def attend_layers(
     for index in range(1, len(weights.layers)):
         x_TD = family.finish(ops, index - 1, x_TD, attended)
         if take is not None:
+            weights.ranks.await_arrivals(x_TD)
             take(index - 1, x_TD)
         attended = family.attend(ops, index, x_TD)
     heads_TNH: torch.Tensor = attended

@@ -51,10 +51,11 @@ class MixedStep:
     def __init__(self, decode: DecodeStep, *, max_tokens: int) -> None:
         config, weights = decode.weights.config, decode.weights
         self._decode = decode
-        self._buffers = LayerBuffers(weights, max_tokens)
+        stream_shape, device = (max_tokens, config.hidden_size), weights.embed_VD.device
+        self._buffers = LayerBuffers(weights, max_tokens, weights.ranks.stream(stream_shape, weights.dtype, device))
         self._finish = finish_of(weights, self._buffers)
         shape = (max_tokens, config.num_attention_heads, config.head_dim)
-        self._q_TNH = torch.empty(shape, dtype=weights.dtype, device=weights.embed_VD.device)
+        self._q_TNH = torch.empty(shape, dtype=weights.dtype, device=device)
         pool, room = decode.kv.k_pools[0], CONTEXT_OF_TOKENS * max_tokens
         is_small = pool.dtype != weights.dtype
         self._wide = WideContext.allocate(pool, num_tokens=room, dtype=weights.dtype) if is_small else None

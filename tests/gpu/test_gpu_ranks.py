@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo import AsyncClient
+from octavo.model.gpu.divided_sums import SumsByShares, with_divided_sums
 from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import CANDIDATES, Way, ways_to_sum, with_peer_sums
 from octavo.model.parallel import Ranks
@@ -153,6 +154,54 @@ def test_sums_by_every_way_are_right_and_the_same_on_both(tmp_path: Path) -> Non
     for name in ways:
         np.testing.assert_allclose(first[name], first[f"wanted {name.split()[1]}"], atol=1e-1, rtol=2e-2, err_msg=name)
         assert np.array_equal(first[name], second[name]), name
+
+
+def summed_by_shares(ranks: Ranks) -> dict[str, Any]:
+    """Two products of both ranks, added to a stream by shares, captured; and what the start says of such sums."""
+    device, told = torch.device("cuda", torch.cuda.current_device()), list[str]()
+    what: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    with_divided_sums(ranks, hidden_size=512, num_inputs=256, max_rows=4096, note=told.append, **what)
+    sums, found = SumsByShares(ranks, (4096, 512), **what), dict[str, Any](told=told)
+    stream = sums.stream((4096, 512), torch.bfloat16)
+    assert stream is not None
+    generator = torch.Generator("cpu").manual_seed(6)
+    for rows in (4096, 1023, 2):
+        parts = [(torch.randn(rows, 256, generator=generator).bfloat16() / 16).to(device) for _ in range(2)]
+        weights = [torch.randn(512, 256, generator=generator).bfloat16().to(device) for _ in range(2)]
+        x, seen = stream[:rows], torch.empty(rows, 512, dtype=torch.bfloat16, device=device)
+
+        def work() -> None:
+            x.zero_()  # noqa: B023
+            for _ in range(2):
+                for each, out in sums.parts(x):  # noqa: B023
+                    torch.mm(parts[ranks.rank][each], weights[ranks.rank].T, out=out)  # noqa: B023
+                sums.add(x)  # noqa: B023
+                for each in sums.arrivals(x):  # noqa: B023
+                    seen[each].copy_(x[each])  # noqa: B023
+
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        for _ in range(20):  # ranks come apart where a room is free too early
+            graph.replay()
+        torch.cuda.synchronize()
+        found[f"sum {rows}"], found[f"seen {rows}"] = x.clone(), seen
+        found[f"wanted {rows}"] = 2 * sum(
+            each.float() @ weight.float().T for each, weight in zip(parts, weights, strict=True)
+        )
+    return found
+
+
+@needs_two
+def test_shares_of_sums_are_right_and_the_same_on_both(tmp_path: Path) -> None:
+    first, second = on_gpus(summed_by_shares, tmp_path, place=Place.GPUS)
+    assert first["told"]
+    for name in (name for name in first if name.startswith("sum ")):
+        np.testing.assert_allclose(first[name], first[f"wanted {name.split()[1]}"], atol=1e-1, rtol=2e-2)
+        for each in (first["seen " + name.split()[1]], second[name], second["seen " + name.split()[1]]):
+            assert np.array_equal(first[name], each), name
 
 
 def joined(ranks: Ranks) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, LARGE_BLOCK = 2048, 8192
+BLOCK, LARGE_BLOCK = 2048, 4096
 WARPS = 8
 MAX_PROGRAMS = 512
 """All of them are on the device at once; of large sums, each goes from block to block."""
@@ -35,13 +35,14 @@ def num_programs(num_elements: int) -> int:
 
 
 @triton.jit
-def meet(counts, program, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tell this program's peers that what was written before this kernel is there, and wait until they have."""
+def meet(counts, program, RANK: tl.constexpr, SIZE: tl.constexpr, SEM: tl.constexpr):
+    """Tell this program's peers that what was written before this kernel is there, and wait until they have. SEM:
+    "relaxed", or "release" where some of that is in their memory."""
     own = counts[RANK] + program * SIZE
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            # Relaxed: the kernel that wrote the room has ended, and what it wrote is in memory.
-            tl.atomic_add(counts[peer] + program * SIZE + RANK, 1, sem="relaxed", scope="sys")
+            # Relaxed is enough where the kernel that wrote this rank's memory has ended: then it is there.
+            tl.atomic_add(counts[peer] + program * SIZE + RANK, 1, sem=SEM, scope="sys")
     # By one thread, which tells the others: those that load it for themselves could see what the first has stored.
     turn = tl.atomic_add(own + RANK, 1, sem="relaxed", scope="gpu") + 1
     for peer in tl.static_range(SIZE):
@@ -57,7 +58,7 @@ def _peer_sum_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    meet(counts, program, RANK, SIZE)
+    meet(counts, program, RANK, SIZE, SEM="relaxed")
     for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         k = start + tl.arange(0, BLOCK)
         mask = k < num_elements
@@ -97,7 +98,7 @@ def _peer_join_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    meet(counts, program, RANK, SIZE)
+    meet(counts, program, RANK, SIZE, SEM="relaxed")
     for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         k = start + tl.arange(0, BLOCK)
         mask = k < num_elements

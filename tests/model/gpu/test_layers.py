@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from octavo.model.gpu import layers
 from octavo.model.gpu.layers import LayerBuffers, Layers, finish_of, run_layers
 from octavo.model.gpu.weights import GpuWeights, LayerAddends
 from octavo.model.parallel import ALONE, Ranks, part_of
-from tests.support.model.ranks import alone, on_ranks
+from tests.support.model.ranks import alone, on_ranks, summing_shares
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, LIMIT = (torch.bfloat16, 3e-2) if torch.cuda.is_available() else (torch.float32, 1e-4)
@@ -64,7 +65,8 @@ def stream_of(weights: GpuWeights, *, depends_on_qkv: bool, take: TakeHidden | N
     """A random stream after all layers, whose attention gives random heads, and the mean of QKV's product besides."""
     generator = torch.Generator().manual_seed(2)
     x_TD, attended_TNH = (torch.randn(*shape, generator=generator) for shape in ((9, 128), (9, 2, 64)))
-    buffers, each = LayerBuffers(weights, 9), 2 // weights.ranks.size
+    stream_TD = weights.ranks.stream((9, 128), DTYPE, torch.device(DEVICE))
+    buffers, each = LayerBuffers(weights, 9, stream_TD), 2 // weights.ranks.size
     heads = attended_TNH[:, weights.ranks.rank * each :][:, :each].to(DEVICE, DTYPE)
     buffers.x_TD.copy_(x_TD)
 
@@ -83,6 +85,28 @@ def test_two_ranks_give_the_stream_of_one(tmp_path: Path) -> None:
     expected_TD = alone(stream_of_rank)
     for found_TD in on_ranks(2, stream_of_rank, tmp_path):
         assert abs(found_TD - expected_TD).max() < 1e-5
+
+
+def stream_of_rank_by_shares(ranks: Ranks, folder: Path, least_rows: int) -> dict[str, torch.Tensor]:
+    summing = summing_shares(ranks, (9, 128), folder, least_rows=least_rows)
+    assert summing.divided is not None
+    with mock.patch.object(summing.divided, "add", side_effect=summing.divided.add) as add:
+        found_TD = stream_of_rank(summing)
+    return {"stream": found_TD, "sums": torch.tensor(add.call_count)}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks need two devices")
+@pytest.mark.parametrize(("size", "least_rows", "num_sums"), [(2, 9, 4), (2, 10, 0)], ids=["by shares", "few rows"])
+def test_ranks_that_sum_shares_have_the_stream_of_one(
+    size: int, least_rows: int, num_sums: int, tmp_path: Path
+) -> None:
+    (tmp_path / "memory").mkdir()
+    expected_TD = alone(stream_of_rank)
+    found = on_ranks(size, stream_of_rank_by_shares, tmp_path, tmp_path / "memory", least_rows)
+    for rank in found:
+        assert abs(rank["stream"] - expected_TD).max() < 1e-5
+        assert np.array_equal(rank["stream"], found[0]["stream"])
+        assert rank["sums"] == num_sums
 
 
 def test_hidden_states_can_be_taken_behind_every_layer() -> None:

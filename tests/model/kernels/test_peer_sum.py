@@ -1,5 +1,6 @@
 """Sums over ranks through memory that all of them read: as processes that share it, in Triton's interpreter."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.kernels.small_batch import divided_sum as divided_sum_module
 from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
+from octavo.model.kernels.small_batch.divided_sum import divided_sum, meet_peers, room_shape, share_of
+from octavo.model.kernels.small_batch.divided_sum import num_programs as divided_programs
 from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_join, peer_sum
 from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_words, pushed_sum
 from octavo.model.parallel import Ranks
@@ -160,6 +164,80 @@ def test_numbers_that_come_with_their_turn_are_summed_in_the_order_of_the_ranks(
     counts = [NUM_SUMS] + [2] * (num_words(PUSHED_SIZES[1], dtype) > WORDS) + [2] * (dtype is torch.float32)
     turns = np.array(found[0]["turns"], np.int64) - first
     assert [int(each) % 2**32 for each in turns[: len(counts)]] == counts
+
+
+WIDTH, MOST_ROWS = 48, 200
+DIVIDED_ROWS = (7, MOST_ROWS, 1, 130)
+
+
+def divided_in_turns(ranks: Ranks, folder: Path, first: int) -> dict[str, object]:
+    """Sums of several sizes, one after the other through one room, each added to what there is. first: where counts
+    begin."""
+    divided_sum_module.GRAIN = 4
+    everyone, shape = range(ranks.size), room_shape(MOST_ROWS, WIDTH, ranks.size)
+    elements = math.prod(shape)
+    memory = [shared(folder, rank, torch.float32, elements + MOST_ROWS * WIDTH) for rank in everyone]
+    rooms = [each[:elements].view(shape) for each in memory]
+    streams = [each[elements:].view(MOST_ROWS, WIDTH) for each in memory]
+    size = divided_programs(MOST_ROWS, WIDTH, ranks.size) * ranks.size
+    counts = [shared(folder, rank, torch.int32, size) for rank in everyone]
+    rooms[ranks.rank].fill_(torch.nan)
+    streams[ranks.rank].fill_(1.0)
+    counts[ranks.rank].fill_(first)
+    ranks.least(0)
+    found: dict[str, object] = {}
+    for number, rows in enumerate(DIVIDED_ROWS):
+        product = part(ranks.rank, number, rows * WIDTH).view(rows, WIDTH)
+        for peer in everyone:
+            theirs = share_of(rows, peer, ranks.size)
+            rooms[peer][ranks.rank, : theirs.stop - theirs.start] = product[theirs]
+        divided_sum(rooms[ranks.rank], streams[ranks.rank][:rows], tuple(counts), rank=ranks.rank)
+        mine = share_of(rows, ranks.rank, ranks.size)
+        for peer in everyone:
+            streams[peer][mine] = streams[ranks.rank][mine]
+        meet_peers(tuple(counts), rank=ranks.rank)
+        found[f"sum {number}"] = streams[ranks.rank].clone()
+    return found
+
+
+@pytest.mark.parametrize(("size", "first"), [(2, 0), (2, 2**31 - 2), (4, 0)], ids=["two", "counts wrap", "four"])
+def test_every_rank_has_the_shares_that_all_have_summed(size: int, first: int, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    found = on_ranks(size, divided_in_turns, tmp_path, tmp_path / "memory", first)
+    wanted = torch.ones(MOST_ROWS, WIDTH)
+    for number, rows in enumerate(DIVIDED_ROWS):
+        total = torch.zeros(rows, WIDTH)
+        for rank in range(size):
+            total += part(rank, number, rows * WIDTH).view(rows, WIDTH)
+        wanted[:rows] = total + wanted[:rows]
+        for each in found:
+            assert np.array_equal(each[f"sum {number}"], wanted.numpy())
+
+
+def test_shares_are_all_rows_in_whole_tiles() -> None:
+    for num_rows, size, starts in ((8448, 2, [0, 4224]), (1023, 2, [0, 512]), (100, 4, [0, 100, 100, 100])):
+        shares = [share_of(num_rows, rank, size) for rank in range(size)]
+        assert [each.start for each in shares] == starts
+        assert [each.stop for each in shares] == [*starts[1:], num_rows]
+        assert room_shape(num_rows, 16, size)[1] >= max(each.stop - each.start for each in shares)
+
+
+def test_shares_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_sum_module, "GRAIN", 4)
+    rooms, stream, counts = torch.zeros(2, 4, 16), torch.zeros(8, 16), torch.zeros(2, dtype=torch.int32)
+    for room, x, each, wanted in (
+        (rooms, stream, (counts,), "rank 0 has 2 parts of a room and 1 counts"),
+        (rooms, torch.zeros(9, 16), (counts, counts), "does not fit rooms"),
+        (rooms[:, :3], stream, (counts, counts), "does not fit rooms"),
+        (rooms, stream.bfloat16(), (counts, counts), "does not fit rooms"),
+        (rooms, stream[:, :8], (counts, counts), "does not fit rooms"),
+        (rooms, stream, (counts, counts.long()), "need 2 counts of int32"),
+        (rooms, stream, (counts, counts[:1]), "need 2 counts of int32"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            divided_sum(room, x, each, rank=0)
+    with pytest.raises(ValueError, match="1 programs need 2 counts of int32"):
+        meet_peers((counts, counts[:1]), rank=0)
 
 
 def test_what_does_not_fit_is_refused() -> None:

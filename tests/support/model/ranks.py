@@ -1,6 +1,7 @@
 """The ranks of a tensor-parallel group as processes of this machine, on one thread each."""
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
@@ -8,11 +9,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -185,3 +189,35 @@ def alone(work: Callable[..., Any], *arguments: Any) -> Any:
     """What work gives where there is one rank."""
     with torch.inference_mode():
         return _plain(work(Ranks(), *arguments))
+
+
+class FileMemory:
+    """What model/gpu/peer_sums.py has on devices: memory of one shape on every rank, which all of them map. folder: an
+    empty one, the same for all."""
+
+    def __init__(
+        self, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, _device: torch.device, ranks: Ranks
+    ) -> None:
+        number, size = len(list(folder.glob(f"*-{ranks.rank}"))), math.prod(shape)
+        ranks.least(0)  # nobody makes files before all have counted them
+        names = [str(folder / f"{number}-{rank}") for rank in range(ranks.size)]
+        self._all = [torch.from_file(name, shared=True, size=size, dtype=dtype).view(shape) for name in names]
+        ranks.least(0)  # nor counts before all have made theirs
+
+    def of_all(self) -> list[torch.Tensor]:
+        return self._all
+
+
+def summing_shares(ranks: Ranks, shape: tuple[int, int], folder: Path, *, least_rows: int = 1) -> Ranks:
+    """The ranks, on CPUs, summing float32 streams of this shape by shares, through files in the folder."""
+    from octavo.model.gpu import divided_sums  # which needs triton
+    from octavo.model.kernels.small_batch import divided_sum
+
+    divided_sum.GRAIN = 2
+    with (
+        mock.patch.object(divided_sums, "SharedMemory", partial(FileMemory, folder)),
+        mock.patch.object(torch.cuda, "synchronize"),
+    ):
+        sums = divided_sums.SumsByShares(ranks, shape, torch.float32, torch.device("cpu"))
+    sums.least_rows = least_rows
+    return replace(ranks, divided=sums)

@@ -129,6 +129,16 @@ class CudaRunnerConfig:
         return -(-(self.max_model_len + 1) // self.block_size)
 
     @property
+    def shapes(self) -> MixedShapes:
+        """Of the mixed steps that are recorded."""
+        return MixedShapes.of(max_slots=self.max_slots, max_batch_tokens=self.max_batch_tokens)
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens of a step, with those that fill a recorded one up."""
+        return max(self.max_batch_tokens, *(layout.num_tokens for layout in self.shapes.layouts()))
+
+    @property
     def max_sampled(self) -> int:
         """Rows that a step samples."""
         return self.max_slots + MAX_RECORDED_CHUNKS
@@ -148,11 +158,8 @@ class GraphRunner:
         self.kv = KvPool(
             weights.config, config.num_blocks + 1, config.block_size, config.kv_dtype or weights.dtype, device
         )
-        self._shapes = MixedShapes.of(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
-        largest = max(layout.num_tokens for layout in self._shapes.layouts())
-        self.step, self._mixed_step = make_steps(
-            weights, self.state, self.kv, config, max_tokens=max(largest, config.max_batch_tokens)
-        )
+        self._shapes = config.shapes
+        self.step, self._mixed_step = make_steps(weights, self.state, self.kv, config, max_tokens=config.max_rows)
         self.sampling = SamplingState(
             num_rows=config.max_slots + 1,
             max_batch=config.max_sampled,

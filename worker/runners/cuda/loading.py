@@ -12,6 +12,7 @@ import torch
 
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.causal_lm import CausalLM
+from octavo.model.gpu.divided_sums import with_divided_sums
 from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import with_peer_sums
 from octavo.model.gpu.weights import GpuWeights
@@ -68,12 +69,23 @@ def make_cuda_runner(
         faster = with_peer_sums(
             ranks,
             hidden_size=weights.config.hidden_size,
-            max_rows=config.max_batch_tokens,
+            max_rows=runner_config.max_rows,
             dtype=weights.dtype,
             device=weights.embed_VD.device,
             note=lambda told: log.info("sums_measured", found=told),
         )
         weights = replace(weights, ranks=faster)
+    if ranks.size > 1 and config.deterministic is Deterministic.OFF and weights.has_plain_products:
+        dividing = with_divided_sums(
+            weights.ranks,
+            hidden_size=weights.config.hidden_size,
+            num_inputs=weights.config.num_attention_heads * weights.config.head_dim,
+            max_rows=runner_config.max_rows,
+            dtype=weights.dtype,
+            device=weights.embed_VD.device,
+            note=lambda told: log.info("shares_measured", found=told),
+        )
+        weights = replace(weights, ranks=dividing)
     if ranks.size > 1:
         joining = with_peer_joins(
             weights.ranks,
@@ -133,7 +145,8 @@ def compile_kernels(
     """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
     Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
     loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
-    rehearsing = replace(weights.ranks, group=None, peers=None, joins=None)  # nothing is computed that could be summed
+    # Nothing is computed that could be summed.
+    rehearsing = replace(weights.ranks, group=None, peers=None, joins=None, divided=None)
     # Two layers: of a prompt's tokens, only those that are sampled go on behind the last one's attention.
     first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:

@@ -1,11 +1,14 @@
 """Shapes of mixed steps: whole inputs of a padded plan, and which shape a step gets."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
 from octavo.worker.runners.cuda.staging import MixedLayout, MixedShapes, worst_layout
 from octavo.worker.scheduler.plan import Chunk, StepPlan
 from tests.support.worker.cuda_runners import chunk
@@ -101,3 +104,11 @@ def test_shapes_come_largest_first() -> None:
     sizes = [layout.num_chunk_tokens for layout in SHAPES.layouts()]
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == len(SHAPES.decode_sizes) * len(SHAPES.token_sizes) == 3 * 4
+
+
+def test_the_rows_of_a_step_are_those_of_the_largest_that_is_recorded() -> None:
+    config = CudaRunnerConfig(
+        num_blocks=1, block_size=16, max_slots=256, max_model_len=2048, vocab_size=9, max_batch_tokens=8192
+    )
+    assert config.max_rows == 8192 + 256
+    assert replace(config, max_batch_tokens=20_000).max_rows == 20_000

@@ -4,6 +4,7 @@ step, every way through a layer, every kind of weights, sampled on each rank."""
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.parallel import Ranks
 from tests.support.model.interpreter import WARNINGS
 from tests.support.model.packed_checkpoints import GPTQ_CONFIG, write_packed_checkpoint
-from tests.support.model.ranks import alone, on_ranks
+from tests.support.model.ranks import alone, on_ranks, summing_shares
 from tests.support.worker.cuda_runners import CONFIG, DEVICE
-from tests.support.worker.rank_steps import sampled_by, steps_of
+from tests.support.worker.rank_steps import SLOTS, sampled_by, steps_of
 
 pytestmark = [
     *WARNINGS,
@@ -52,6 +54,25 @@ def test_every_kind_of_step_gives_each_rank_what_one_rank_gets(shape: str, way: 
             assert len(rank[name]) == len(expected[name]) > 0
             np.testing.assert_allclose(rank[name], expected[name], atol=1e-4, rtol=1e-4)
     assert np.array_equal(found[0]["logits"], found[1]["logits"])
+
+
+def steps_by_shares(ranks: Ranks, folder: Path, max_rows: int) -> dict[str, Any]:
+    """max_rows: of the memory that the ranks share."""
+    summing = summing_shares(ranks, (max_rows, CONFIG.hidden_size), folder)
+    assert summing.divided is not None
+    with mock.patch.object(summing.divided, "add", side_effect=summing.divided.add) as add:
+        found: dict[str, Any] = steps_of(summing, "qwen2", "cublas", "bf16", "auto")
+    return {**found, "sums": add.call_count}
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_prompts_are_summed_by_shares_where_their_stream_has_room(has_room: bool, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    expected, max_rows = plain_alone("qwen2"), 24 + SLOTS  # of chunks and of decodes
+    for rank in on_ranks(2, steps_by_shares, tmp_path, tmp_path / "memory", max_rows if has_room else max_rows - 1):
+        assert rank["tokens"] == expected["tokens"]
+        np.testing.assert_allclose(rank["prompt"], expected["prompt"], atol=1e-4, rtol=1e-4)
+        assert (rank["sums"] > 0) is has_room
 
 
 @pytest.mark.parametrize("way", ["cublas", "deterministic"])
