@@ -8,7 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.kernels.small_batch import divided_sum as divided_sum_module
 from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
+from octavo.model.kernels.small_batch.divided_sum import divided_sum, meet_peers, room_shape, share_of
+from octavo.model.kernels.small_batch.divided_sum import num_programs as divided_programs
 from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_join, peer_sum
 from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, pushed_sum
 
@@ -16,9 +19,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, RANK = 2, 0
 
 
-def told_before(num_numbers: int) -> tuple[torch.Tensor, ...]:
+def told_before(programs: int) -> tuple[torch.Tensor, ...]:
     """Counts of both ranks: the other one is a hundred sums ahead."""
-    counts = torch.zeros(SIZE, num_programs(num_numbers), SIZE, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(SIZE, programs, SIZE, dtype=torch.int32, device=DEVICE)
     counts[RANK, :, 1 - RANK] = 100
     return tuple(counts)
 
@@ -30,7 +33,7 @@ def test_rooms_are_added_up(num_numbers: int, most_programs: int, adds: bool, mo
     monkeypatch.setattr(peer_sum_module, "MAX_PROGRAMS", most_programs)
     rooms = torch.randn(SIZE, num_numbers).to(DEVICE)
     out = torch.full((num_numbers,), 2.0, device=DEVICE)
-    counts = told_before(num_numbers)
+    counts = told_before(num_programs(num_numbers))
     peer_sum(tuple(rooms), counts, out, rank=RANK, adds=adds)
     torch.testing.assert_close(out, rooms.sum(0) + 2.0 * adds)
     assert (counts[1 - RANK][:, RANK] == 1).all()
@@ -39,7 +42,7 @@ def test_rooms_are_added_up(num_numbers: int, most_programs: int, adds: bool, mo
 @pytest.mark.sanitize
 def test_columns_are_put_side_by_side() -> None:
     rooms, out = torch.randn(SIZE, 5 * 700).to(DEVICE), torch.full((5, SIZE * 700), torch.nan, device=DEVICE)
-    peer_join(tuple(rooms), told_before(5 * 700), out, rank=RANK)
+    peer_join(tuple(rooms), told_before(num_programs(5 * 700)), out, rank=RANK)
     assert torch.equal(out, torch.cat([room.view(5, 700) for room in rooms], dim=1))
 
 
@@ -58,3 +61,25 @@ def test_numbers_that_came_with_their_turn_are_added_up(dtype: torch.dtype, adds
     assert torch.equal(out, mine + theirs + 2 * adds)
     sent = inboxes[1 - RANK, 1, RANK, : len(words)]
     assert torch.equal(sent, (1 << 32) | (mine.view(torch.int32).long() & 0xFFFF_FFFF))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("num_rows", "most_programs"), [(300, 9), (300, 1), (100, 9)])
+def test_a_share_of_rows_is_added_up(num_rows: int, most_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_sum_module, "MAX_PROGRAMS", most_programs)
+    width, share = 48, share_of(num_rows, RANK, SIZE)
+    rooms_GRD = torch.randn(room_shape(num_rows, width, SIZE)).to(DEVICE)
+    x_TD = torch.randn(num_rows, width).to(DEVICE)
+    expected = x_TD.clone()
+    expected[share] += rooms_GRD.sum(0)[: share.stop - share.start]
+    counts = told_before(divided_programs(num_rows, width, SIZE))
+    divided_sum(rooms_GRD, x_TD, counts, rank=RANK)
+    torch.testing.assert_close(x_TD, expected)
+    assert (counts[1 - RANK][:, RANK] == 1).all()
+
+
+@pytest.mark.sanitize
+def test_a_meeting_tells_the_other_rank_once() -> None:
+    counts = told_before(2)
+    meet_peers(counts, rank=RANK)
+    assert counts[1 - RANK][:, RANK].tolist() == [1, 0]
