@@ -21,7 +21,7 @@ from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.checks import next_power_of_2
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.attention import combine, small_batch_attention, split_buffers
-from octavo.model.kernels.small_batch.launch import Cut
+from octavo.model.kernels.small_batch.launch import MAX_WARPS, Cut
 from octavo.model.kernels.small_batch.mlp import (
     small_batch_add_product,
     small_batch_gate_up,
@@ -35,6 +35,8 @@ LANES = 32
 MAX_ELEMENTS_OF_LANE, MAX_ELEMENTS_OF_LONG_ROW = 160, 108
 """Of a row of weights: more would not fit a thread's registers beside the vector. Fewer were faster where several warps
 share a row."""
+MAX_ROWS = 8
+"""Of a program whose warps read a row each, however short the rows are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +62,14 @@ def cuts_of(config: ModelConfig) -> SmallBatchCuts:
     def together(length: int, matrices: int, program_bytes: int, *, of_lane: int, least: int = 1) -> Cut:
         """All warps read all rows."""
         rows = num_rows(length * matrices, program_bytes, least=least)
-        return Cut(rows=rows, warps=_warps_for(rows * length * matrices, of_lane))
+        return Cut(rows=rows, warps=min(MAX_WARPS, _warps_for(rows * length * matrices, of_lane)))
 
     def one_by_one(length: int, program_bytes: int, *, least: int = 1) -> Cut:
         """A warp reads a row, or several do where it is long: nothing is added up between warps of other rows."""
-        rows = num_rows(length, program_bytes, least=least)
+        rows = min(MAX_ROWS, num_rows(length, program_bytes, least=least))
         fits = length <= MAX_ELEMENTS_OF_LANE * LANES
-        return Cut(rows=rows, warps=rows * (1 if fits else _warps_for(length, MAX_ELEMENTS_OF_LONG_ROW)))
+        of_row = 1 if fits else _warps_for(length, MAX_ELEMENTS_OF_LONG_ROW)
+        return Cut(rows=rows, warps=min(MAX_WARPS, rows * of_row))
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
     return SmallBatchCuts(

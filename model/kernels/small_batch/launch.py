@@ -16,14 +16,22 @@ import triton.language as tl
 BLOCKS = (1024, 512, 256, 128)
 WASTE = 1.15
 MAX_ELEMENTS = 2**31
+MAX_WARPS = 32
+"""Of a program, on every device of NVIDIA's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a matrix product is cut: output rows of a program at most (a power of two), and its warps."""
+    """How a matrix product is cut: output rows of a program at most, and its warps; both powers of two.
+
+    Raises ValueError where no device could run it, which triton's interpreter would not tell."""
 
     rows: int
     warps: int
+
+    def __post_init__(self) -> None:
+        if self.rows.bit_count() != 1 or self.warps.bit_count() != 1 or self.warps > MAX_WARPS:
+            raise ValueError(f"{self}: rows and warps are powers of two, and a program has at most {MAX_WARPS} warps")
 
     def rows_of(self, total: int) -> int:
         """Rows of a program, which divide the total."""

@@ -26,7 +26,7 @@ from octavo.model.gpu.autotune import (
 )
 from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import SumsBySize, Way, with_peer_sums
-from octavo.model.gpu.small_batch_layers import cuts_of
+from octavo.model.gpu.small_batch_layers import MAX_ROWS, cuts_of
 from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.parallel import Ranks
 
@@ -180,6 +180,17 @@ def test_cuts_are_those_that_were_measured(hidden: int, intermediate: int, expec
     assert [cuts.qkv, cuts.output, cuts.gate_up, cuts.down, cuts.head] == [
         Cut(rows=rows, warps=warps) for rows, warps in expected
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("hidden", [16, 64, 512, 2_048, 8_192, 65_536])
+@pytest.mark.parametrize("intermediate", [32, 128, 4_864, 29_568, 262_144])
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_every_shape_has_cuts_that_a_device_can_run(hidden: int, intermediate: int, head_dim: int, ranks: int) -> None:
+    """A cut that it cannot raises ValueError; short rows once had a warp each, 128 in a program."""
+    heads = {"num_attention_heads": max(1, hidden // head_dim // ranks), "num_key_value_heads": 1, "head_dim": head_dim}
+    cuts = cuts_of(replace(CONFIG, hidden_size=hidden, intermediate_size=intermediate // ranks, **heads))
+    assert max(cut.rows for cut in (cuts.output, cuts.down)) <= MAX_ROWS
 
 
 @pytest.mark.alone  # it compares timings
