@@ -121,7 +121,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_model_len: int
     vocab_size: int  # ids that may be sampled or sent: the tokenizer's, not the embedding's rows
     eos_token_ids: tuple[int, ...]
-    default_sampling: dict[str, float]  # from generation_config.json: temperature, top_k, top_p, repetition_penalty
+    default_sampling: dict[str, float]  # from generation_config.json, by SamplingParams' names
     tokenizer_digest: str  # SHA-256 hex over the bundle's files, in name order
     tensor_parallel_size: int = 1  # ranks that have a part of the model each
 

@@ -3,6 +3,7 @@
 Only small JSON files are read. No torch: a worker with the oracle runner describes a model too.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,20 @@ from octavo.wire.bundle import BUNDLE_FILES, bundle_digest
 from octavo.wire.checkpoint_files import FileRefused, find_file, read_small_file
 from octavo.wire.messages import ModelCard
 
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")
+SAMPLING_DEFAULTS = {
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**32 - 1),
+    "top_p": (math.ulp(0.0), 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (math.ulp(0.0), 100.0),
+}
+"""What of generation_config.json a request inherits, and the lowest and highest value, as the contract has them for a
+request; a top_k of -1 keeps all tokens, as 0 does there."""
 # tokenizer.json holds what these hold; they would only make the bundle larger.
 _OLD_FORMAT = {"vocab.json", "merges.txt", "added_tokens.json"}
 
 MOST_IDS = 1 << 24
 MOST_POSITIONS = 1 << 24
-MOST_NUMBER = 1e9
 MOST_FILE_BYTES = 256 << 20
 """Of a tokenizer's file; Qwen2.5's largest has 11 MB."""
 
@@ -81,7 +89,7 @@ def describe(folder: Path) -> Described:
         architecture=_architecture(config),
         vocab_size=vocab_size,
         max_model_len=context_len(config),
-        eos_token_ids=end_token_ids(config, generation, vocab_size=vocab_size),
+        eos_token_ids=end_token_ids(config, generation, end_of_tokenizer(files), vocab_size=vocab_size),
         default_sampling=default_sampling(generation),
         notes=context_notes(config),
     )
@@ -169,24 +177,53 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_POSITIONS
 
 
-def end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], *, vocab_size: int) -> tuple[int, ...]:
-    """EOS ids: generation_config.json's list where it has one, else config.json's; in their order, each once."""
+def end_token_ids(
+    config: Mapping[str, Any], generation: Mapping[str, Any], of_tokenizer: int | None = None, *, vocab_size: int
+) -> tuple[int, ...]:
+    """EOS ids: generation_config.json's list where it has one, else config.json's, then the tokenizer's own; in their
+    order, each once. A chat model that was trained from a base model often has the base model's in both files."""
     found = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(each, int) and 0 <= each < vocab_size for each in ids):
         raise CardError(f"eos_token_id {str(ids)[:100]} is not within the tokenizer's {vocab_size} ids")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys([*ids, *([] if of_tokenizer is None else [of_tokenizer])]))
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_Added] | None = None
+
+
+def end_of_tokenizer(files: Mapping[str, bytes]) -> int | None:
+    """The id of tokenizer_config.json's eos_token, None where that is none of tokenizer.json's added tokens. Raises
+    CardError."""
+    config = _json_object("tokenizer_config.json", files.get("tokenizer_config.json", b"{}"))
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    try:
+        added = msgspec.json.decode(files["tokenizer.json"], type=_AddedTokens).added_tokens or ()
+    except msgspec.MsgspecError as error:
+        raise CardError(f"tokenizer.json: added_tokens: {error}") from None
+    return next((each.id for each in added if each.content == text), None)
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     """What generation_config.json recommends; do_sample false means greedy. Raises CardError."""
     chosen = {}
-    for name in SAMPLING_DEFAULTS:
+    for name, (low, high) in SAMPLING_DEFAULTS.items():
         value = generation.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or abs(value or 0) > MOST_NUMBER:
-            raise CardError(f"generation_config.json: {name} is not a number that it can be")
-        if value is not None:
-            chosen[name] = float(value)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            span = f"above 0, at most {high:g}" if 0 < low < 1 else f"in [{low:g}, {high:g}]"
+            raise CardError(f"generation_config.json: {name} is {str(value)[:40]!r}, should be a number {span}")
+        if name == "top_k" and value != int(value):
+            raise CardError(f"generation_config.json: top_k is {value}, should be a whole number")
+        chosen[name] = 0.0 if (name, value) == ("top_k", -1) else float(value)
     if generation.get("do_sample") is False:
         chosen["temperature"] = 0.0
     return chosen
@@ -195,16 +232,18 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 def _parse_json(folder: Path, name: str) -> Json | None:
     """None where the file is not there."""
     text = _read_file(folder, name)
-    if text is None:
-        return None
+    return None if text is None else _json_object(str(folder / name), text)
+
+
+def _json_object(name: str, text: bytes) -> Json:
     try:
         content = msgspec.json.decode(text)
     except RecursionError:
-        raise CardError(f"{folder / name}: objects and lists are nested too deeply") from None
+        raise CardError(f"{name}: objects and lists are nested too deeply") from None
     except msgspec.MsgspecError as error:
-        raise CardError(f"{folder / name}: {error}") from None
+        raise CardError(f"{name}: {error}") from None
     if not isinstance(content, dict):
-        raise CardError(f"{folder / name} is not a JSON object")
+        raise CardError(f"{name} is not a JSON object")
     return content
 
 

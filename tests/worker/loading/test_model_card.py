@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.gateway.validation.generate import check_generate
+from octavo.v1 import inference_pb2
 from octavo.wire.bundle import bundle_digest, check_bundle
 from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.loaded import load_oracle, served_name
@@ -100,6 +102,25 @@ def test_end_tokens_come_from_the_generation_config_first() -> None:
     assert end_token_ids({}, {}, vocab_size=9) == ()
 
 
+def test_the_tokenizers_own_end_token_ends_an_output_too(folder: Path) -> None:
+    """Of a chat model whose config.json and generation_config.json are still those of the base model."""
+    added = {
+        each["content"]: each["id"] for each in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    }
+    end, base_end = added["<|im_end|>"], added["<|endoftext|>"]
+    for token in ("<|im_end|>", {"content": "<|im_end|>", "special": True}):
+        rewrite(folder / "tokenizer_config.json", eos_token=token)
+        rewrite(folder / "generation_config.json", eos_token_id=base_end)
+        assert describe(folder).eos_token_ids == (base_end, end)
+        rewrite(folder / "generation_config.json", eos_token_id=[end, base_end])
+        assert describe(folder).eos_token_ids == (end, base_end), "as most checkpoints have it"
+    for none in (None, "<|nobody knows|>", 5):
+        rewrite(folder / "tokenizer_config.json", eos_token=none)
+        assert describe(folder).eos_token_ids == (end, base_end)
+    (folder / "tokenizer_config.json").unlink()
+    assert describe(folder).eos_token_ids == (end, base_end)
+
+
 def test_yarn_extends_the_context() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     assert context_len({"max_position_embeddings": 32_768, "rope_scaling": yarn}) == 131_072
@@ -111,6 +132,35 @@ def test_yarn_extends_the_context() -> None:
 def test_without_sampling_the_default_is_greedy() -> None:
     assert default_sampling({"do_sample": False, "temperature": 0.7}) == {"temperature": 0.0}
     assert default_sampling({"top_p": None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("recommended", "becomes"),
+    [
+        ({"top_k": -1, "temperature": 0}, {"top_k": 0.0, "temperature": 0.0}),
+        ({"top_k": 20.0, "min_p": 0.05}, {"top_k": 20.0, "min_p": 0.05}),
+        ({"top_p": 1, "repetition_penalty": 100}, {"top_p": 1.0, "repetition_penalty": 100.0}),
+    ],
+)
+def test_what_a_checkpoint_recommends_is_what_a_request_could_ask_for(
+    recommended: dict[str, float], becomes: dict[str, float]
+) -> None:
+    defaults = default_sampling(recommended)
+    assert defaults == becomes
+    sampling = inference_pb2.SamplingParams(**defaults | {"top_k": int(defaults.get("top_k", 0))})
+    check_generate(inference_pb2.GenerateRequest(text="x", sampling=sampling))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", -0.1), ("temperature", 100.5), ("top_k", -2), ("top_k", 2.5), ("top_p", 0), ("top_p", 1.01)),
+        *(("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", True), ("min_p", "small")),
+    ],
+)
+def test_a_recommendation_that_no_request_could_ask_for_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(CardError, match=rf"generation_config.json: {name} is .* should be a "):
+        default_sampling({name: value})
 
 
 def oracle(model: str, **changes: object) -> WorkerConfig:
@@ -183,8 +233,8 @@ DEEP = "[" * 100_000
         ("tokenizer.json", f'{{"a": {DEEP}', "nested too deeply"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 1e300}}}', "largest id"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 99999999999999999999}}}', "largest id|not a tokenizer"),
-        ("generation_config.json", '{"temperature": "warm"}', "temperature is not a number"),
-        ("generation_config.json", '{"top_k": 1e999}', "top_k is not a number|out of range"),
+        ("generation_config.json", '{"temperature": "warm"}', "temperature is 'warm', should be a number in"),
+        ("generation_config.json", '{"top_k": 1e999}', "top_k is .inf., should be|out of range"),
         ("generation_config.json", '{"eos_token_id": 3.5}', "eos_token_id"),
         ("config.json", json.dumps(tiny_config(max_position_embeddings=10**30)), "max_position_embeddings"),
         ("config.json", json.dumps(tiny_config(rope_scaling={"type": "yarn", "factor": 1e300})), "rope_scaling"),
