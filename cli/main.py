@@ -3,6 +3,7 @@
 Every command imports what it needs when it runs, so that --help is quick and a gateway never sees torch.
 """
 
+import io
 import os
 import sys
 import traceback
@@ -53,7 +54,15 @@ def octavo(
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run a command and exit with its code; errors in three lines on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        _print_what_can_be(stream)
     sys.exit(main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _print_what_can_be(stream: object) -> None:
+    """A locale without UTF-8 has no box lines, no × and not all that a model writes: `?` stands for those then."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
 
 
 def main(arguments: Sequence[str]) -> int:

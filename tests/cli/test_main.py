@@ -1,7 +1,10 @@
 """The command line as people type it: help, mistakes, and what comes out."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,3 +265,10 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--no-router-track-active-blocks"}  # likewise
     of_others |= {"--endpoint", "--discovery-backend", "--dyn-tool-call-parser", "--help"}  # Dynamo's backends
     assert shown - known <= of_others | {"--flag"}
+
+
+def test_a_terminal_without_unicode_gets_question_marks_not_an_error() -> None:
+    program = "import octavo.cli.main as cli; cli.main = lambda _: print('1 \u00d7 2 \U0001f98a'); cli.run([])"
+    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("1 ? 2 ?\n", "", 0)
