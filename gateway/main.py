@@ -8,9 +8,6 @@ from collections.abc import Callable
 
 import structlog
 
-from octavo.gateway.observability import grpc_logging  # noqa: F401  (sets the environment of grpc: before it)
-
-# isort: split
 from octavo.gateway.app import Gateway
 from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import AccessConfig, GatewayConfig

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -77,6 +78,37 @@ def test_a_signal_ends_an_idle_gateway_cleanly(tmp_path: Path, number: signal.Si
         assert time.monotonic() - begin_s < GRACE_S / 2, "nobody was left to wait for"
         lines_until(process, "stopped")
     assert not list((tmp_path / "run").glob("*.sock"))
+
+
+def test_the_command_writes_no_lines_but_its_own(tmp_path: Path) -> None:
+    """gRPC's C core wrote one of its format when the process that renders chats was forked."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.cli.main",
+        "gateway",
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--page",
+        "off",
+    ]
+    command += ["--log-format", "json", "--log-level", "debug", "--run-dir", str(tmp_path / "run")]
+    variables = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        lines_until(process, "listening")
+        while not children_of(process.pid):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert [line for line in process.stderr if not line.startswith("{")] == []
+        assert process.wait(10) == 0
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 @pytest.mark.parametrize(
