@@ -23,7 +23,7 @@ from octavo.client.aio import AsyncTextStream
 from octavo.client.embeddings import EmbedFields, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.options import call_metadata
-from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect
+from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, refusing
 from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
 from octavo.gateway.front.completions import collect_all, completion_chunks, whole_completion
 from octavo.gateway.front.errors import ApiError, api_error
@@ -133,7 +133,8 @@ class _Front:
         if body.model:
             fields["model"] = body.model
         batches = [inputs[start : start + EMBED_BATCH] for start in range(0, len(inputs), EMBED_BATCH)]
-        requests = [embed_request(batch, **fields) for batch in batches]
+        with refusing():
+            requests = [embed_request(batch, **fields) for batch in batches]
         vectors = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
         return JSONResponse(_embeddings(body, vectors))
 

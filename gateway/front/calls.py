@@ -1,7 +1,8 @@
 """The service behind: its gateways, and calls of one caller with the caller's own key."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 
 import grpc
@@ -15,7 +16,19 @@ from octavo.gateway.front.errors import ApiError
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 EMBED_BATCH = 256  # inputs that one call takes
+_PARAMS = {name: name for name in GenerateFields.__annotations__}
+_PARAMS |= {"text": "prompt", "token_ids": "prompt", "inputs": "input", "num_outputs": "n"}
 Metadata = tuple[tuple[str, str], ...] | None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Makes what no request can hold an ApiError that names the field."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        field = str(error).partition(": ")[0]
+        raise ApiError(400, f"the request cannot be made: {error}", param=_PARAMS.get(field)) from None
 
 
 class Service:
@@ -31,10 +44,8 @@ class Service:
 
     def stream(self, fields: GenerateFields, metadata: Metadata) -> AsyncTextStream:
         """A request that begins. Raises ApiError for fields that no request can have."""
-        try:
+        with refusing():
             request = generate_request(**fields)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ApiError(400, f"the request cannot be made: {error}") from None
         call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
         return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
 

@@ -20,7 +20,7 @@ _RENAMED |= {"guided_grammar": "ebnf", "guided_json": "json_schema", "include_st
 
 
 class Body(BaseModel):
-    """Of any request. None is the same as unset."""
+    """Of any request. null is the same as unset, of unknown fields too: clients send every field that they have."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -81,7 +81,9 @@ class GenerateBody(Body):
         """Those of octavo.v1, without input and logprobs. Raises ApiError."""
         given = self.model_dump(exclude_none=True, include=set(_PLAIN) | set(_RENAMED))
         fields = {_RENAMED.get(name, name): value for name, value in given.items()}
-        fields |= {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        fields |= self.model_extra or {}
+        if fields.get("top_k") == -1:  # vLLM's "all"
+            fields["top_k"] = 0
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.seed is not None:
@@ -188,7 +190,10 @@ def inputs_of(given: Prompt) -> list[str | list[int]]:
 def parse(kind: type[B], body: bytes) -> B:
     """The body of a request. Raises ApiError that names the field."""
     try:
-        parsed = kind.model_validate(json.loads(body))
+        given = json.loads(body)
+        if isinstance(given, dict):
+            given = {name: value for name, value in given.items() if value is not None}
+        parsed = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"] if str(part) in kind.model_fields or isinstance(part, int)]
@@ -201,8 +206,7 @@ def parse(kind: type[B], body: bytes) -> B:
     for name, value in (parsed.model_extra or {}).items():
         if name not in _SAMPLING:
             raise _unknown(name)
-        is_number = isinstance(value, int | _SAMPLING[name]) and not isinstance(value, bool)
-        if not is_number and value is not None:
+        if not isinstance(value, int | _SAMPLING[name]) or isinstance(value, bool):
             raise ApiError(400, f"{name}: input should be a valid number", param=name)
     return parsed
 

@@ -71,6 +71,32 @@ def test_an_unknown_role_or_output_is_named() -> None:
         generate_request(text="a", output="words")
 
 
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"max_tokens": -1}, ValueError),
+        ({"top_k": -1}, ValueError),
+        ({"logprobs": 2**32}, ValueError),
+        ({"stop_token_ids": [-1]}, ValueError),
+        ({"allowed_token_ids": [2**32]}, ValueError),
+        ({"logit_bias": {-1: 1.0}}, ValueError),
+        ({"num_outputs": -1}, ValueError),
+        ({"regex": "\ud83d"}, ValueError),
+        ({"temperature": "hot"}, TypeError),
+        ({"stop": [5]}, TypeError),
+    ],
+)
+def test_a_value_that_a_field_cannot_hold_names_the_field(fields: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"^{next(iter(fields))}: "):
+        generate_request(text="a", **fields)
+
+
+@pytest.mark.parametrize("given", [{"token_ids": [-1]}, {"text": "\ud83d"}])
+def test_an_input_that_cannot_be_sent_is_named(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(given))}: "):
+        generate_request(**given)
+
+
 def test_a_message_of_the_contract_passes_as_it_is() -> None:
     message = inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_TOOL, content="c", tool_call_id="i")
     assert chat_message(message) is message

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from octavo.client.field_values import assign, naming
 from octavo.v1 import inference_pb2
 
 JsonSchema = str | Mapping[str, Any] | type
@@ -21,11 +22,12 @@ def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping
         return
     value, constraint = given.pop(names[0]), request.constraint
     if names[0] == "json_schema":
-        constraint.json_schema = schema_text(value)
+        assign(constraint, "json_schema", schema_text(value))
     elif names[0] == "choice":
-        constraint.choice.options.extend(value)
+        with naming("choice"):
+            constraint.choice.options.extend(value)
     else:
-        setattr(constraint, names[0], value)
+        assign(constraint, names[0], value)
 
 
 def schema_text(schema: JsonSchema) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
+from octavo.client.field_values import assign, naming
 from octavo.client.requests import Message, chat_message
 from octavo.v1 import common_pb2, inference_pb2
 
@@ -28,11 +29,13 @@ class EmbedFields(TypedDict, total=False):
 
 def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_pb2.EmbedRequest:
     """A request with these `EmbedFields`. Raises TypeError for a field that does not exist and for one text instead of
-    several, ValueError for an unknown pooling or role. The server checks limits."""
+    several, ValueError for an unknown pooling or role, either for a value that a field cannot hold. The server checks
+    limits."""
     if isinstance(inputs, str):
         raise TypeError("inputs is a sequence of texts, not one text")
     given = dict(fields)
-    request = inference_pb2.EmbedRequest(inputs=map(_embed_input, inputs))
+    with naming("inputs"):
+        request = inference_pb2.EmbedRequest(inputs=[_embed_input(each) for each in inputs])
     pooling = given.pop("pooling", None)
     if pooling is not None:
         if pooling not in _POOLINGS:
@@ -40,7 +43,7 @@ def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_p
         request.pooling = _POOLINGS[str(pooling)]
     for name in _PLAIN:
         if name in given:
-            setattr(request, name, given.pop(name))
+            assign(request, name, given.pop(name))
     if given:
         raise TypeError(f"a request has no field {', '.join(sorted(given))}")
     return request

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from octavo.client.constraints import JsonSchema, set_constraint
+from octavo.client.field_values import assign, naming
 from octavo.client.tools import Tool, set_tools, tool_call
 from octavo.v1 import common_pb2, inference_pb2
 
@@ -91,14 +92,14 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
     """A request with these `GenerateFields`. `output` is text, token_ids or text_and_token_ids.
 
     Raises TypeError for a field that does not exist and for none or several inputs, ValueError for an unknown role or
-    output. The server checks limits.
+    output, either for a value that a field cannot hold (-1 where there is no sign). The server checks limits.
     """
     given = dict(fields)
     request = inference_pb2.GenerateRequest()
     _set_input(request, given)
     for name in _PLAIN:
         if name in given:
-            setattr(request, name, given.pop(name))
+            assign(request, name, given.pop(name))
     set_constraint(request, given)
     _set_sampling(request.sampling, given)
     _set_stop(request.stop, given)
@@ -132,36 +133,41 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict[str, Any]) ->
         raise TypeError(f"a request has exactly one of text, token_ids, messages; got {', '.join(inputs) or 'none'}")
     value = given.pop(inputs[0])
     if inputs[0] == "text":
-        request.text = value
+        assign(request, "text", value)
     elif inputs[0] == "token_ids":
-        request.token_ids.CopyFrom(common_pb2.TokenIds(ids=value))
+        with naming("token_ids"):
+            request.token_ids.CopyFrom(common_pb2.TokenIds(ids=value))
     else:
-        request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
+        with naming("messages"):
+            request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
         set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
 
 
 def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict[str, Any]) -> None:
     for name in sorted(_SAMPLING & given.keys()):
-        setattr(sampling, name, given.pop(name))
+        assign(sampling, name, given.pop(name))
     for name in _SAMPLING_LISTS:
         if name in given:
-            getattr(sampling, name).extend(given.pop(name))
-    sampling.logit_bias.update(given.pop("logit_bias", {}))
+            with naming(name):
+                getattr(sampling, name).extend(given.pop(name))
+    with naming("logit_bias"):
+        sampling.logit_bias.update(given.pop("logit_bias", {}))
 
 
 def _set_stop(stop: inference_pb2.StopConditions, given: dict[str, Any]) -> None:
     for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop"):
         if name in given:
-            setattr(stop, name, given.pop(name))
+            assign(stop, name, given.pop(name))
     for name, repeated in (("stop", stop.strings), ("stop_token_ids", stop.token_ids)):
         if name in given:
-            repeated.extend(given.pop(name))
+            with naming(name):
+                repeated.extend(given.pop(name))
 
 
 def _set_output(output: inference_pb2.OutputOptions, given: dict[str, Any]) -> None:
     for name in ("logprobs", "skip_special_tokens", "prompt_logprobs", "echo", "return_prompt", "parse_tool_calls"):
         if name in given:
-            setattr(output, name, given.pop(name))
+            assign(output, name, given.pop(name))
     if "output" in given:
         name = given.pop("output")
         if name not in _FORMATS:

@@ -125,6 +125,23 @@ def test_a_caller_that_hangs_up_frees_its_memory(stream: bool, fronted: tuple[Se
         ("/v1/chat/completions", {}, 400, "messages", "messages: field required"),
         ("/v1/chat/completions", CHAT | {"frob": 1}, 400, "frob", "unknown or unsupported field: frob"),
         ("/v1/chat/completions", CHAT | {"n": "many"}, 400, "n", "n: input should be a valid integer"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_tokens": -1},
+            400,
+            "max_tokens",
+            "the request cannot be made: max_tokens: ",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"stop_token_ids": [-1]},
+            400,
+            "stop_token_ids",
+            "the request cannot be made: ",
+        ),
+        ("/v1/completions", {"prompt": [2**32]}, 400, "prompt", "the request cannot be made: "),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": -1}, 400, "truncate_prompt_tokens", ""),
+        ("/v1/embeddings", {"input": [2**32]}, 400, "input", ""),
         ("/v1/chat/completions", b"x" * (5 << 20), 413, None, "the body has more than 4,194,304 bytes"),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "best_of other than n is not supported"),
         ("/v1/completions", {"prompt": []}, 400, "prompt", "prompt: there is none"),
@@ -141,6 +158,13 @@ def test_mistakes_are_objects_of_openais_kind(
     assert answer["error"].keys() == {"message", "type", "param", "code"}
     assert answer["error"]["param"] == param
     assert answer["error"]["message"].startswith(said)
+
+
+def test_what_is_null_is_unset(fronted: tuple[Service, int]) -> None:
+    """Clients send every field that they have, and -1 for all tokens as with vLLM."""
+    names = ("model", "n", "stream", "stream_options", "tools", "tool_choice", "functions", "reasoning_effort", "top_p")
+    status, answer, _ = ask(fronted[1], "/v1/chat/completions", CHAT | dict.fromkeys(names) | {"top_k": -1})
+    assert (status, len(answer["choices"])) == (200, 1)
 
 
 @pytest.mark.parametrize("header", ["origin: http://evil.example", "sec-fetch-site: same-origin"])

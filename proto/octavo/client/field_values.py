@@ -1,0 +1,23 @@
+"""Sets fields of messages from plain Python values, and says which field it is that cannot hold one. Pure."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from google.protobuf.message import Message
+
+
+def assign(message: Message, name: str, value: object) -> None:
+    """Raises TypeError and ValueError that begin with the field's name."""
+    with naming(name):
+        setattr(message, name, value)
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """What protobuf raises in it begins with the field's name: it tells types and ranges alone."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{field}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
