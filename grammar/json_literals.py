@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import msgspec
 
 from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.lark import ends_in_escape
 
 Json = dict[str, Any]
 Number = int | Decimal
@@ -76,7 +77,10 @@ def check_encoding(value: Any, path: str) -> None:
 
 
 def check_pattern(pattern: Any, path: str) -> None:
-    """The library drops control characters that stand alone in a pattern. Raises GrammarRefused."""
+    """The library drops control characters that stand alone in a pattern, and a backslash at its end. Raises
+    GrammarRefused."""
+    if isinstance(pattern, str) and ends_in_escape(pattern):
+        raise GrammarRefused(Refusal.SYNTAX, "ends with a backslash that escapes nothing", path=path)
     for part in _REGEX_PART.finditer(pattern) if isinstance(pattern, str) else ():
         if part["control"] or (part["class"] and re.fullmatch(_CONTROL, part["class"])):
             raise _refused(path, "matches a control character by itself, which is not supported")

@@ -13,3 +13,9 @@ def class_character(character: str) -> str:
     if character.isascii() and character.isalnum():
         return character
     return f"\\x{{{ord(character):X}}}"
+
+
+def ends_in_escape(pattern: str) -> bool:
+    """Whether a regular expression ends with a backslash that escapes nothing: llguidance leaves it out, and takes the
+    rest."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1

@@ -7,7 +7,7 @@ from llguidance import LLMatcher, regex_to_lark
 from octavo.grammar.errors import GrammarRefused, Refusal
 from octavo.grammar.gbnf import gbnf_to_lark
 from octavo.grammar.json_schema import WHITE_SPACE, schema_text
-from octavo.grammar.lark import quoted
+from octavo.grammar.lark import ends_in_escape, quoted
 from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.tool_calls import CallTags, tool_calls_to_lark
 from octavo.wire.messages import Grammar, GrammarKind
@@ -55,4 +55,6 @@ def _regex_to_lark(source: str, limits: GrammarLimits) -> str:
     num_bytes = len(source.encode())
     if not 1 <= num_bytes <= limits.max_regex_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has {num_bytes} bytes, 1 to {limits.max_regex_bytes} are allowed")
+    if ends_in_escape(source):
+        raise GrammarRefused(Refusal.SYNTAX, "ends with a backslash that escapes nothing")
     return f"start: /{regex_to_lark(source, use_ascii='dws')}/\n"

@@ -63,6 +63,7 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
         ({"properties": {"a": {"format": "iri"}}}, (Refusal.UNSUPPORTED, "properties.a.format")),
         ({"minProperties": 1}, (Refusal.UNSUPPORTED, "minProperties")),
         ({"pattern": "(?=x)"}, (Refusal.UNSUPPORTED, "")),
+        ({"items": {"pattern": "a\\"}}, (Refusal.SYNTAX, "items.pattern")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, (Refusal.UNSUPPORTED, "oneOf")),
         (False, (Refusal.UNSATISFIABLE, "")),
         ({"type": "string", "minLength": 3, "maxLength": 2}, (Refusal.UNSATISFIABLE, "")),

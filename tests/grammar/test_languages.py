@@ -77,7 +77,7 @@ def test_a_regular_expression_takes_what_pythons_takes(pattern: str) -> None:
     assert {text for text in TEXTS if takes(GrammarKind.REGEX, rust, text)} == expected
 
 
-@pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1", r"\bx", "[z-a]"])
+@pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1", r"\bx", "[z-a]", "\\", "a\\", "\\\\\\"])
 def test_a_regular_expression_that_cannot_be_followed_is_refused(pattern: str) -> None:
     assert refusal_of(GrammarKind.REGEX, pattern) in (Refusal.SYNTAX, Refusal.UNSUPPORTED)
 
