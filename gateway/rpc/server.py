@@ -23,8 +23,8 @@ def server_options(config: GatewayConfig, *, max_connections: int) -> list[tuple
         ("grpc.max_metadata_size", limits.max_metadata_bytes // 2),  # above it refusals are likely …
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),  # … and above this one certain
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-        # The client waits with calls beyond that number. The core would count ended ones that Python has not let go, and
-        # reset those that take their place.
+        # The client waits with calls beyond that number. The core would count ended ones that Python has not let go,
+        # and reset those that take their place.
         ("grpc.http.overload_protection", 0),
         # Calls that came together and wait for the event loop; beyond these numbers it cancels them without a word.
         # What is too much for us is refused by name when its turn comes.
