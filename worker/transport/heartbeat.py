@@ -2,6 +2,10 @@
 
 A thread, so that a long step does not silence the worker; sockets of its own, because ZeroMQ's are not thread safe.
 Reads the engine's last snapshot and nothing else of it.
+
+A beat that fails is tried again at the next: whatever a busy host refuses for a moment (a thread, a descriptor, memory)
+must not leave a worker that serves nobody and never ends. The watchdog is fed by beats that were sent, so that a worker
+which cannot beat for long ends as one that hangs.
 """
 
 import threading
@@ -59,13 +63,22 @@ class HeartbeatThread:
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sockets: dict[str, zmq.Socket[bytes]] = {}
+        has_failed = False
         try:
-            self._dial(context, sockets)
-            while not self._stop.wait(self._interval_s):
-                self._dial(context, sockets)
-                self._beat(sockets)
-        except Exception:
-            log.exception("heartbeat_failed")
+            while True:
+                try:
+                    self._dial(context, sockets)
+                    if self._stop.wait(self._interval_s):
+                        break
+                    self._dial(context, sockets)
+                    self._beat(sockets)
+                    has_failed = False
+                except Exception:
+                    if not has_failed:  # once for each time that it begins to fail
+                        log.exception("heartbeat_failed")
+                    has_failed = True
+                    if self._stop.wait(self._interval_s):
+                        break
         finally:
             context.destroy(linger=0)
             if self._watchdog is not None:
@@ -82,8 +95,6 @@ class HeartbeatThread:
 
     def _beat(self, sockets: "Mapping[str, zmq.Socket[bytes]]") -> None:
         stats = self._snapshot()
-        if self._watchdog is not None:
-            self._watchdog.feed(stats, time.monotonic())
         frame = encode(heartbeat_of(stats, self._epoch))
         for address, is_welcomed in self._welcomed().items():
             if is_welcomed and address in sockets:
@@ -91,6 +102,8 @@ class HeartbeatThread:
                     sockets[address].send(frame, zmq.NOBLOCK)
                 except zmq.Again:
                     continue  # not connected, or it takes nothing: the next beat says the same
+        if self._watchdog is not None:
+            self._watchdog.feed(stats, time.monotonic())
 
 
 def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:

@@ -9,7 +9,11 @@ import faulthandler
 import os
 import sys
 
+import structlog
+
 from octavo.worker.engine.interfaces import EngineStats
+
+log = structlog.get_logger(__name__)
 
 EXIT_STALLED = 75
 
@@ -21,6 +25,7 @@ class Watchdog:
         self._stall_timeout_s = stall_timeout_s
         self._last_steps = -1
         self._last_progress_s: float | None = None
+        self._is_armed = True
 
     def feed(self, stats: EngineStats, now_s: float) -> None:
         """Note the engine's progress; ends the process where there was none for too long."""
@@ -43,5 +48,12 @@ class Watchdog:
 
     def arm(self) -> None:
         """The process ends where this is not called again in time, even while another thread keeps the interpreter's
-        lock."""
-        faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True)
+        lock. It takes a new thread each time; where none is to be had, steps that do not advance are seen all the same,
+        and the next call tries again."""
+        try:
+            faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True)
+            self._is_armed = True
+        except RuntimeError as error:
+            if self._is_armed:
+                log.warning("watchdog_not_armed", error=str(error))
+            self._is_armed = False

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import zmq
 
 from octavo.wire.codec import decode_to_gateway
@@ -58,6 +60,44 @@ def test_it_is_silent_towards_gateways_that_have_not_welcomed_us(router: "zmq.So
     thread.close()
 
 
+def test_a_beat_that_fails_is_tried_again(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
+    """Whatever it was: a worker that is silent for ever serves nobody, and is not started again."""
+    failures = [OSError("no descriptors"), RuntimeError("no threads"), MemoryError()]
+
+    def snapshot() -> EngineStats:
+        if failures:
+            raise failures.pop()
+        return EngineStats(num_steps=7)
+
+    address = f"ipc://{tmp_path}/gateway-0.sock"
+    with structlog.testing.capture_logs() as logs:
+        thread = HeartbeatThread(EPOCH, snapshot, lambda: {address: True}, interval_s=0.01)
+        thread.start()
+        assert beats(router, 2) == [Heartbeat(epoch=EPOCH, num_steps=7, has_work=False)] * 2
+        thread.close()
+    assert [each["event"] for each in logs] == ["heartbeat_failed"]  # once for the three
+
+
+def test_a_host_without_threads_silences_no_worker(
+    router: "zmq.Socket[bytes]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arming takes a thread at each beat; a container at its limit of processes has none."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    address = f"ipc://{tmp_path}/gateway-0.sock"
+    watchdog = Watchdog(stall_timeout_s=30.0)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", refuse)
+    with structlog.testing.capture_logs() as logs:
+        thread = HeartbeatThread(EPOCH, EngineStats, lambda: {address: True}, interval_s=0.01, watchdog=watchdog)
+        thread.start()
+        assert len(beats(router, 3)) == 3
+        thread.close()
+    assert [each["event"] for each in logs] == ["watchdog_not_armed"]
+    assert watchdog.is_stalled(EngineStats(num_running=1), time.monotonic() + 60)
+
+
 def test_a_stall_is_work_without_steps_for_too_long() -> None:
     watchdog = Watchdog(stall_timeout_s=10.0)
     idle, busy, later = EngineStats(), EngineStats(num_running=1), EngineStats(num_running=1, num_steps=1)
@@ -83,6 +123,7 @@ time.sleep(0.2)
         ("time.sleep(600)", 0.05, EXIT_STALLED),
         ("ctypes.PyDLL(None).sleep(600)", 0.05, 1),  # native code that keeps the interpreter's lock
         ("ctypes.PyDLL(None).sleep(600)", 30, 1),  # the same, before the first beat
+        ("stats = None; time.sleep(600)", 0.05, 1),  # every beat fails: nothing feeds the watchdog
     ],
 )
 def test_a_hung_process_ends_itself_and_says_where_it_was(
