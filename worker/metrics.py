@@ -166,8 +166,14 @@ class SnapshotCollector(Collector):
     """Reads the engine's last snapshot and the link's counters when it is scraped, in the scraping thread."""
 
     def __init__(
-        self, snapshot: Callable[[], EngineStats], link: LinkStats, welcomed: Callable[[], tuple[bool, ...]]
+        self,
+        snapshot: Callable[[], EngineStats],
+        link: LinkStats,
+        welcomed: Callable[[], tuple[bool, ...]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: the engine's."""
+        self._clock = clock
         self._snapshot = snapshot
         self._link = link
         self._welcomed = welcomed
@@ -179,7 +185,7 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families."""
         stats = self._snapshot()
-        yield from _engine_gauges(stats)
+        yield from _engine_gauges(stats, self._clock())
         yield from _engine_counters(stats)
         yield from _link_metrics(self._link, sum(self._welcomed()))
 
@@ -258,9 +264,11 @@ class MetricsServer:
         self._server.close()
 
 
-def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
+def _engine_gauges(stats: EngineStats, now_s: float) -> Iterator[Metric]:
     yield _gauge("octavo_num_requests_running", "Requests that hold blocks and are in the steps", stats.num_running)
     yield _gauge("octavo_num_requests_waiting", "Requests queued, preempted ones among them", stats.num_waiting)
+    longest_s = 0.0 if stats.waiting_since_s is None else max(0.0, now_s - stats.waiting_since_s)
+    yield _gauge("octavo_longest_wait_seconds", "In the queue so far, of the request that has waited longest", longest_s)
     yield _gauge("octavo_num_requests_paused", "Requests in no step: their readers are behind", stats.num_paused)
     usage = stats.num_active_blocks / max(stats.num_blocks, 1)
     yield _gauge("octavo_kv_cache_usage_ratio", "Blocks in use by requests, 0 to 1", usage)

@@ -118,7 +118,13 @@ def test_the_schemas_would_refuse_a_mistyped_key() -> None:
 @needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize(
-    "components", [each for size in range(5) for each in itertools.combinations(COMPONENTS, size)], ids="+".join
+    "components",
+    [
+        *(each for size in range(5) for each in itertools.combinations(COMPONENTS, size)),
+        tuple(reversed(COMPONENTS)),
+        ("leader-worker-set", "autoscaling"),  # in the other order
+    ],
+    ids="+".join,
 )
 def test_every_overlay_renders_with_any_components(overlay: str, components: tuple[str, ...], tmp_path: Path) -> None:
     resources = render(overlay, *components, folder=tmp_path)
@@ -302,10 +308,19 @@ def test_the_autoscaler_asks_for_a_metric_that_workers_have() -> None:
     (metric,) = of_kind(manifests(), "HorizontalPodAutoscaler", "octavo-worker")["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'pod="a"')
-    promql_parser.parse(query)
+    tree = promql_parser.parse(query)
     source = (REPOSITORY / "worker/metrics.py").read_text()
     assert '"octavo_request_queue_time_seconds"' in source
     assert query.count("octavo_request_queue_time_seconds_") == 2
+    # The greater of the two, and the second alone where the first is smaller or nothing.
+    assert isinstance(tree, promql_parser.BinaryExpr)
+    assert str(tree.op) == "or"
+    longest = "max by (pod) (octavo_longest_wait_seconds{pod=\"a\"})"
+    assert tree.rhs.prettify() == promql_parser.parse(longest).prettify()
+    assert isinstance(tree.lhs, promql_parser.BinaryExpr)
+    assert str(tree.lhs.op) == ">"
+    assert tree.lhs.rhs.prettify() == tree.rhs.prettify()
+    assert '"octavo_longest_wait_seconds"' in source
 
 
 @contextmanager

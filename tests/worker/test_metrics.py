@@ -68,6 +68,15 @@ def test_gauges_and_counters_are_the_snapshots() -> None:
         assert line in page
 
 
+@pytest.mark.parametrize(("since_s", "told_s"), [(None, 0.0), (7.5, 12.5), (21.0, 0.0)])
+def test_the_longest_wait_goes_on_while_the_queue_admits_nobody(since_s: float | None, told_s: float) -> None:
+    """The snapshot is as old as the last step; the wait is not."""
+    registry = CollectorRegistry()
+    stats = EngineStats(num_waiting=1, waiting_since_s=since_s)
+    registry.register(SnapshotCollector(lambda: stats, LinkStats(), tuple, lambda: 20.0))
+    assert f"octavo_longest_wait_seconds {told_s}" in page_of(registry)
+
+
 def test_an_output_of_one_token_has_no_time_per_token() -> None:
     registry = CollectorRegistry()
     StepMetrics(registry).on_finished(finished(1, completion_tokens=1, prefill_s=0.25))

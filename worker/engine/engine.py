@@ -332,6 +332,7 @@ class Engine:
             num_steps=self.num_steps,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            waiting_since_s=self._scheduler.waiting_since_s,
             num_paused=self._scheduler.num_paused,
             num_in_flight=self._scheduler.num_in_flight,
             is_draining=self._scheduler.is_draining,

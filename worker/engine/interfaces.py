@@ -128,11 +128,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`."""
+    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`. waiting_since_s: by the
+    engine's clock, of the request that has waited longest; None where none waits."""
 
     num_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    waiting_since_s: float | None = None
     num_paused: int = 0
     num_in_flight: int = 0
     is_draining: bool = False

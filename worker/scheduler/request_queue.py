@@ -187,6 +187,11 @@ class WaitingHeap:
         self._skip_gone(self._by_rank)
         return self._by_rank[0][-1] if self._by_rank else None
 
+    def eldest(self) -> Request | None:
+        """The one that has waited longest in all."""
+        self._skip_gone(self._by_age)
+        return self._by_age[0][-1] if self._by_age else None
+
     def contends(self, priority: int, now_s: float) -> bool:
         """Whether a request here has this priority, or is aged; none has a higher one."""
         head = self.head(now_s)
@@ -252,6 +257,11 @@ class RequestQueue:
         if len(self._by_tenant) < 2:
             return self._all.head(now_s)
         return self._fair_head(now_s)
+
+    def waiting_since_s(self) -> float | None:
+        """When the one that has waited longest began, as if it had waited in one go; None where nobody waits."""
+        request = self._all.eldest()
+        return None if request is None else request.waiting_since_s - request.waited_s
 
     def goes_before(self, request: Request, head: Request) -> bool:
         """Whether a request that does not wait would go before the head, if it did."""

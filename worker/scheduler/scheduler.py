@@ -120,6 +120,11 @@ class Scheduler:
         return len(self._requests) - self._requests.num_running - len(self._requests.parked)
 
     @property
+    def waiting_since_s(self) -> float | None:
+        """When the request of the queue that has waited longest began to; None where none waits."""
+        return self._requests.waiting.waiting_since_s()
+
+    @property
     def num_paused(self) -> int:
         """Requests that are in no step until their callers read on, with a slot or without."""
         return len(self._requests.paused) + len(self._requests.parked)

@@ -178,3 +178,18 @@ def test_an_overload_that_goes_on_leaves_nothing_of_those_that_were_served(tenan
     queue = pair.queue
     lines = [queue._all, queue._begun, *queue._by_tenant.values()]
     assert max(len(heap) for line in lines for heap in (line._by_rank, line._by_age)) <= 2 * 50 * len(tenants) + 70
+
+
+def test_the_longest_wait_is_of_the_eldest_and_counts_its_earlier_waits() -> None:
+    pair = QueuePair()
+    assert pair.queue.waiting_since_s() is None
+    pair.add("a", 1, 0, 3)
+    pair.now_s += 2
+    pair.add("b", 1, 9, 3)  # more important, and younger
+    eldest = next(each.request for each in pair.reference.waiting if each.request.run.tenant == "a")
+    assert pair.queue.waiting_since_s() == eldest.waiting_since_s == pair.now_s - 2
+    pair.queue.remove(eldest, pair.now_s)
+    assert pair.queue.waiting_since_s() == pair.now_s
+    pair.now_s += 1
+    pair.queue.push(eldest, pair.now_s)  # again, with two seconds from before, where the other one has waited for one
+    assert pair.queue.waiting_since_s() == pair.now_s - 2
