@@ -268,7 +268,7 @@ def _engine_gauges(stats: EngineStats, now_s: float) -> Iterator[Metric]:
     yield _gauge("octavo_num_requests_running", "Requests that hold blocks and are in the steps", stats.num_running)
     yield _gauge("octavo_num_requests_waiting", "Requests queued, preempted ones among them", stats.num_waiting)
     longest_s = 0.0 if stats.waiting_since_s is None else max(0.0, now_s - stats.waiting_since_s)
-    yield _gauge("octavo_longest_wait_seconds", "In the queue so far, of the request that has waited longest", longest_s)
+    yield _gauge("octavo_longest_wait_seconds", "In the queue so far, of who has waited longest", longest_s)
     yield _gauge("octavo_num_requests_paused", "Requests in no step: their readers are behind", stats.num_paused)
     usage = stats.num_active_blocks / max(stats.num_blocks, 1)
     yield _gauge("octavo_kv_cache_usage_ratio", "Blocks in use by requests, 0 to 1", usage)

@@ -128,8 +128,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`. waiting_since_s: by the
-    engine's clock, of the request that has waited longest; None where none waits."""
+    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`.
+
+    waiting_since_s: by the engine's clock, of the request that has waited longest; None where none waits.
+    """
 
     num_steps: int = 0
     num_running: int = 0
