@@ -315,7 +315,7 @@ def test_the_autoscaler_asks_for_a_metric_that_workers_have() -> None:
     # The greater of the two, and the second alone where the first is smaller or nothing.
     assert isinstance(tree, promql_parser.BinaryExpr)
     assert str(tree.op) == "or"
-    longest = "max by (pod) (octavo_longest_wait_seconds{pod=\"a\"})"
+    longest = 'max by (pod) (octavo_longest_wait_seconds{pod="a"})'
     assert tree.rhs.prettify() == promql_parser.parse(longest).prettify()
     assert isinstance(tree.lhs, promql_parser.BinaryExpr)
     assert str(tree.lhs.op) == ">"
