@@ -46,6 +46,14 @@ def choose_gateways(num_cores: int, *, num_workers: int, on_gpu: bool) -> int:
     return min(max(cores // CORES_PER_GATEWAY, 1), MOST_GATEWAYS)
 
 
+def choose_threads(num_cores: int, *, num_workers: int, num_ranks: int) -> int | None:
+    """Threads of each rank where several workers of a model compute on the same cores; None: a worker's own choice,
+    all that there are. Their requests come evenly, so that all are busy at once, and threads beyond the cores wait for
+    each other at every product (bench/RESULTS.md). Workers of other models are not counted: which of them are busy is
+    not known."""
+    return None if num_workers == 1 else max(1, -(-num_cores // (num_workers * num_ranks)))
+
+
 @contextmanager
 def run_folder(given: Path | None) -> Iterator[Path]:
     """The folder given, checked (and left where it is), or a new one that is removed at the end.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import sys
@@ -22,6 +23,7 @@ from octavo.cli.serve.launch import (
     ProcessPlan,
     Role,
     choose_gateways,
+    choose_threads,
     command_line,
     environment,
     local_links,
@@ -82,11 +84,13 @@ def serve(settings: ServeSettings) -> int:
     check_traces()
     if (policy := _policy(settings)) is not None:
         settings = settings.model_copy(update={"workers": min(max(settings.workers, policy.floor), policy.ceiling)})
-    gateways_why = ""
+    gateways_why, on_gpu = "", bool(settings.cluster) or serves_on_gpu(settings)
     if (
         settings.gateways is None and not settings.cluster and not settings.control_endpoint
     ):  # who else names each of ours
-        settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=serves_on_gpu(settings))
+        settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=on_gpu)
+    if not on_gpu and settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+        settings = with_threads(settings, usable_cores())
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
@@ -134,6 +138,13 @@ def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> t
     number = choose_gateways(num_cores, num_workers=settings.workers * len(settings.model), on_gpu=on_gpu)
     where = f"beside a GPU with {num_cores} cores" if on_gpu else f"since the model computes on the {num_cores} cores"
     return settings.model_copy(update={"gateways": number}), f"{number}, {where} (--gateways)"
+
+
+def with_threads(settings: ServeSettings, num_cores: int) -> ServeSettings:
+    """The settings with the threads of each worker on this host's cores."""
+    num_ranks = settings.tensor_parallel_size
+    number = choose_threads(num_cores, num_workers=settings.workers, num_ranks=num_ranks)
+    return settings.model_copy(update={"num_threads": number})
 
 
 class Site(Protocol):

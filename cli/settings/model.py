@@ -77,7 +77,8 @@ class ModelSettings(Settings):
     )
     num_threads: int | None = setting(
         None,
-        "CPU threads of each rank; unset: the cores that a worker may use, divided among its ranks",
+        "CPU threads of each rank; unset: the cores that a worker may use, divided among its ranks, and by "
+        "`octavo serve` among a model's workers on the CPU",
         panel="Model", ge=1,
     )  # fmt: skip
     tensor_parallel_size: int = setting(

@@ -17,6 +17,7 @@ from octavo.cli.serve.launch import (
     write_settings,
 )
 from octavo.cli.serve.parent import PARENT_VARIABLE
+from octavo.cli.serve.serve import with_threads
 from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.resolve import resolve
 
@@ -109,6 +110,18 @@ def test_the_first_gateway_has_the_page_of_the_service() -> None:
 )
 def test_gateways_follow_from_cores_and_device(cores: int, workers: int, on_gpu: bool, wanted: int) -> None:
     assert choose_gateways(cores, num_workers=workers, on_gpu=on_gpu) == wanted
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "ranks", "wanted"),
+    [
+        *((cores, 1, ranks, None) for cores in (1, 4) for ranks in (1, 2)),  # a worker divides its cores by itself
+        *((4, 2, 1, 2), (4, 3, 1, 2), (4, 4, 1, 1), (4, 9, 1, 1), (64, 2, 2, 16), (1, 2, 1, 1)),
+    ],
+)
+def test_workers_of_a_model_divide_the_cores(cores: int, workers: int, ranks: int, wanted: int | None) -> None:
+    settings = ServeSettings(workers=workers, tensor_parallel_size=ranks, model=("a", "b"))
+    assert with_threads(settings, cores).num_threads == wanted
 
 
 def test_one_gateway_has_the_port_to_itself() -> None:
