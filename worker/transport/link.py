@@ -370,7 +370,7 @@ class WorkerLink:
             log.error("tokenizer_too_large", error=str(error))
 
     def _present(self, gateway: _Gateway) -> None:
-        if gateway.registration.takes_register(self._clock()):
+        if not gateway.socket.has_backlog and gateway.registration.takes_register(self._clock()):  # one is enough
             self._count_sent(encoded := encode(self._register))
             gateway.socket.send(encoded)
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import zmq
 
 from octavo.wire.codec import decode_to_gateway, encode
-from octavo.wire.endpoints import Endpoint, EndpointError
 from octavo.wire.messages import (
     AdminReply,
     Cancel,
@@ -30,8 +29,7 @@ from octavo.wire.options import new_router
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport import link as link_module
-from octavo.worker.transport.endpoints import GatewayEndpoints
-from octavo.worker.transport.link import REGISTER_INTERVAL_S, WorkerLink
+from octavo.worker.transport.link import REGISTER_INTERVAL_S, GatewaySocket, LinkState, WorkerLink
 from tests.support.gateway.workers import FILES, finished, register, step_output
 
 EPOCH = "e" * 32
@@ -136,6 +134,19 @@ def test_it_registers_again_and_again_until_it_is_welcome(bench: Bench) -> None:
     assert tuple(bench.link.welcomed.values()) == (False,)
     gateway.send(Welcome(gateway_id="g1", epoch=EPOCH))
     bench.pump_until(lambda: tuple(bench.link.welcomed.values()) == (True,))
+
+
+def test_a_gateway_that_never_takes_a_registration_does_not_end_the_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.pump_until(lambda: bench.link._gateways[G0].registration.state is LinkState.PRESENTING)
+    monkeypatch.setattr(link_module, "MAX_BACKLOG_MESSAGES", 2)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(GatewaySocket, "_try_send", lambda self, frame: False)
+        for _ in range(5):
+            bench.now_s += REGISTER_INTERVAL_S
+            assert bench.link.drain() == []
+    bench.register_at(bench.gateways[0])
 
 
 def test_it_hands_out_its_tokenizer(joined: Bench) -> None:
@@ -353,40 +364,3 @@ def test_gateways_come_and_go_while_it_serves(bench: Bench) -> None:
     bench.register_at(bench.gateways[0], "g3")
     bench.gateways[0].send(Cancel(handles=(2,)))
     assert (G0, Cancel(handles=(2,))) in bench.take(1)
-
-
-def test_the_list_is_a_file_that_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    file = tmp_path / "gateways"
-    file.write_text("tcp://10.0.0.2:5555\n")
-
-    def check(endpoint: Endpoint) -> None:
-        if endpoint.port == 1:
-            raise EndpointError(f"{endpoint.address} must not be dialled")
-
-    gateways = GatewayEndpoints(["tcp://10.0.0.1:5555"], file, check=check)
-    assert gateways.endpoints == ("tcp://10.0.0.1:5555", "tcp://10.0.0.2:5555")
-    assert not gateways.look()
-    told: list[Sequence[str]] = []
-    gateways.follow(told.append)
-    file.write_text("# moved\ntcp://10.0.0.3:5555\n\ntcp://10.0.0.1:5555\n")
-    deadline_s = time.monotonic() + WAIT_S
-    while not told:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-    gateways.close()
-    gateways.close()
-    assert told == [("tcp://10.0.0.1:5555", "tcp://10.0.0.3:5555")]
-    for wrong, why in (
-        ("tcp://10.0.0.4:1\n", "must not be dialled"),
-        ("nonsense\n", "neither ipc"),
-        ("\n# nobody at all\n", "has no endpoint"),
-    ):
-        file.write_text(wrong)
-        with pytest.raises(EndpointError, match=why):
-            gateways.look()
-        assert not gateways.look()  # told once
-    file.unlink()
-    with pytest.raises(EndpointError, match="cannot be read: No such file"):
-        gateways.look()
-    assert not gateways.look()
-    assert gateways.endpoints == ("tcp://10.0.0.1:5555", "tcp://10.0.0.3:5555")
