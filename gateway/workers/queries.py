@@ -92,6 +92,8 @@ class Queries:
                 query_id, future = self._new(record.incarnation)
                 if try_send(record, msgspec.structs.replace(question, query_id=query_id)):
                     asked[future] = record
+                else:
+                    future.cancel()
             if asked:
                 await asyncio.wait(asked, timeout=timeout_s)
             answered = [
