@@ -249,7 +249,7 @@ class Migration:
                 if self._move(output, record):
                     self._free.remove(output)
                     break
-        for fingerprint, quarantine in self._quarantines.items():
+        for fingerprint, quarantine in tuple(self._quarantines.items()):  # a loss may add one
             self._place_suspects(fingerprint, quarantine)
         self._expire(time.monotonic())
 

@@ -10,12 +10,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import PeerFull
+from octavo.gateway.workers.migration import Migration
+from octavo.gateway.workers.outputs import Output, Outputs, new_output
 from octavo.gateway.workers.pool import WorkerPool
-from octavo.gateway.workers.views import LostReason
+from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
+from octavo.gateway.workers.stats import PoolStats
+from octavo.gateway.workers.views import LostReason, WorkerState
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Cancel, Leaving, Run, WireFinishReason
-from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, submit
+from tests.support.gateway.workers import (
+    FakeWorker,
+    RecordingSink,
+    card,
+    finished,
+    open_pool,
+    register,
+    request,
+    submit,
+)
 from tests.support.waiting import until
 
 Served = tuple[WorkerPool, list[FakeWorker]]
@@ -85,6 +99,38 @@ async def test_it_waits_for_its_own_worker_to_come_back(tmp_path: Path) -> None:
         await workers[1].step([(run.handle, 5)], finished=(finished(run.handle, 1),))
         await sink.end()
         assert sink.tokens == [5]
+
+
+async def test_another_models_worker_may_be_lost_while_a_place_is_looked_for() -> None:
+    registry, outputs, stats, sent = Registry(RegistryLimits()), Outputs(PoolStats()), PoolStats(), list[str]()
+    for number, (name, model) in enumerate((("w0", "tiny"), ("w1", "tiny"), ("w2", "other"))):
+        theirs = register(name, f"{number}" * 32, card=card(name=model, fingerprint=f"of {model}"))
+        registry.on_register(Peer(0, name.encode()), theirs, 0.0)
+    lost, spare, other = registry
+    lost.state = spare.state = other.state = WorkerState.READY
+
+    def opened(record: WorkerRecord) -> Output:
+        run = msgspec.structs.replace(request(), handle=outputs.draw_handle())
+        outputs.add(output := new_output(run, 0, record, RecordingSink(), 0.0))
+        return output
+
+    def notice_more(incarnation: int) -> None:
+        migration.lost(last, LostReason.WORKER_LOST, "its process ended")
+
+    output, last = opened(lost), opened(other)
+    migration = Migration(
+        registry,
+        outputs,
+        stats,
+        send=lambda record, run, output: sent.append(record.worker_id),
+        check=notice_more,
+        max_moves=2,
+        timeout_s=5.0,
+    )
+    registry.give_up(lost, LostReason.WORKER_LOST, "its process ended")
+    migration.lost(output, LostReason.WORKER_LOST, "its process ended")
+    migration.place()
+    assert (sent, output.incarnation, migration.is_waiting(last)) == (["w1"], spare.incarnation, True)
 
 
 async def test_without_a_worker_in_time_it_ends_with_the_reason_of_the_loss(tmp_path: Path) -> None:
