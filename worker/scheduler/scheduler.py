@@ -34,6 +34,10 @@ from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.results import Constraints, Results
 from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 
+_SLACK = 64  # deadlines, so that a worker that is nearly empty does not go through them all the time
+_Deadline = tuple[float, int, RequestKey]
+"""When, and whose: a request's order and key."""
+
 
 def malformed(run: Run) -> str:
     """What is wrong with this Run, that no gateway may send; empty: nothing. Its other fields can be read then."""
@@ -101,7 +105,7 @@ class Scheduler:
         self._results = Results(self._requests)
         self._in_flight: deque[InFlightStep] = deque()
         self.constraints = Constraints(self._requests, self._in_flight, config.eos_token_ids)
-        self._deadlines: list[tuple[float, int, RequestKey]] = []
+        self._deadlines: list[_Deadline] = []  # a heap
         self._num_accepted = 0
         self._step = 0
         self._applied_s = -math.inf  # the last result
@@ -182,7 +186,7 @@ class Scheduler:
         self._requests.accept_followers(requests[0], requests[1:])
         for request in requests:
             if request.deadline_s is not None:
-                heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.key))
+                self._note_deadline(request, request.deadline_s)
 
     def cancel(self, key: RequestKey, *, now_s: float) -> None:
         """End a request wherever it is; its blocks are free once no step in flight can touch them. Unknown and
@@ -308,11 +312,22 @@ class Scheduler:
             return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting, {self.num_paused} paused")
         return None
 
+    def _note_deadline(self, request: Request, deadline_s: float) -> None:
+        """Those of requests that ended long before theirs are thrown out once they are the most."""
+        if len(self._deadlines) > 2 * len(self._requests) + _SLACK:
+            self._deadlines = [each for each in self._deadlines if self._unfinished(each) is not None]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, request.order, request.key))
+
+    def _unfinished(self, deadline: _Deadline) -> Request | None:
+        """Whose deadline it is; None where that request has ended. Its key may be another one's by now."""
+        _, order, key = deadline
+        request = self._requests.find(key)
+        return request if request is not None and request.order == order else None
+
     def _expire(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, order, key = heapq.heappop(self._deadlines)
-            request = self._requests.find(key)
-            if request is not None and request.order == order:
+            if request := self._unfinished(heapq.heappop(self._deadlines)):
                 self._requests.end(request, Ending(WireFinishReason.DEADLINE), now_s)
 
     def _note_costs(self, step: InFlightStep, result: StepResult, now_s: float) -> None:

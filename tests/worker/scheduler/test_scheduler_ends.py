@@ -64,6 +64,19 @@ def test_a_key_used_again_is_not_hit_by_the_deadline_of_its_former_holder() -> N
     assert world.reasons() == {1: "LENGTH"}
 
 
+def test_far_deadlines_of_requests_that_have_ended_take_no_memory() -> None:
+    world = World(WorldConfig())
+    world.add(1000, [3, 4], timeout_s=3.0)
+    for handle in range(1, 500):
+        world.add(handle, [3, 4], timeout_s=1e6)
+        world.scheduler.cancel(key(handle), now_s=0.0)
+    assert len(world.scheduler._deadlines) < 100
+    world.now_s = 3.0
+    world.launch()
+    world.take(world.scheduler.flush())
+    assert world.reasons()[1000] == "DEADLINE"
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody(num_steps: int, max_in_flight: int) -> None:
