@@ -145,7 +145,7 @@ class ServedModels:
     def card_of(self, name: str, pool: WorkerPool, *, path: str = "model") -> ModelCard:
         """The same, by the workers that the pool has now."""
         cards = pool.cards()
-        registered = () if name in cards else {worker.card.name for worker in pool.workers()}
+        registered = {worker.card.name for worker in pool.workers()} if name and name not in cards else ()
         return self.resolve(name, cards, registered, path=path)
 
     async def close(self) -> None:

@@ -129,7 +129,12 @@ class Submitter:
         nothing is held.
         """
         self._tracker.check_open()
-        deadline = _deadline(request, scope, timeout_s)
+        deadline = deadline_of(
+            arrived_s=scope.started_s,
+            wire_timeout_s=timeout_s,
+            timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+            at_end=AtDeadline.PARTIAL if request.return_partial_on_deadline else AtDeadline.STATUS,
+        )
         card = self._models.card_of(request.model or scope.model, self._pool, path=f"{prefix}model")
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         with self._tracker.enter(scope, num_outputs=request.num_outputs or 1):
@@ -258,15 +263,6 @@ class Submitter:
     def _handles_of(self, stream: OutputStream, key: str) -> list[int]:
         tracked = self._tracker.get(key)
         return [handle for handle, other in tracked.outputs if other is stream] if tracked is not None else []
-
-
-def _deadline(request: pb.GenerateRequest, scope: RpcScope, wire_timeout_s: float | None) -> Deadline:
-    return deadline_of(
-        arrived_s=scope.started_s,
-        wire_timeout_s=wire_timeout_s,
-        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
-        at_end=AtDeadline.PARTIAL if request.return_partial_on_deadline else AtDeadline.STATUS,
-    )
 
 
 def _set_backstop(tracked: TrackedRequest, deadline: Deadline) -> None:

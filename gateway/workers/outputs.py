@@ -94,11 +94,11 @@ class Outputs:
     def __iter__(self) -> Iterator[Output]:
         return iter(tuple(self._by_name.values()))
 
-    def draw_handle(self) -> int:
-        """A handle never used before."""
-        handle = self._next_handle
-        self._next_handle += 1
-        return handle
+    def draw_handles(self, num_handles: int) -> list[int]:
+        """Handles never used before."""
+        first = self._next_handle
+        self._next_handle += num_handles
+        return list(range(first, self._next_handle))
 
     def add(self, output: Output) -> None:
         """An output begins."""
@@ -120,7 +120,7 @@ class Outputs:
 
     def rename(self, output: Output) -> None:
         """It gets a new handle, under which no worker has it yet."""
-        output.handle = self.draw_handle()
+        (output.handle,) = self.draw_handles(1)
 
     def attach(self, output: Output, incarnation: int) -> None:
         """Another worker has it, under its present handle."""

@@ -169,7 +169,7 @@ class WorkerPool:
 
     def draw_handles(self, num_outputs: int) -> list[int]:
         """Handles for a request's `Run`, never used before; one that is not sent costs nothing."""
-        return [self._outputs.draw_handle() for _ in range(num_outputs)]
+        return self._outputs.draw_handles(num_outputs)
 
     def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
         """Send a request with the handles that were drawn for it, one for each sink. Raises WorkerBusy, WorkerGone

@@ -41,7 +41,7 @@ async def a_prompt_above_the_pool_is_refused() -> None:
 async def a_late_end_is_counted() -> None:
     stats = PoolStats()
     outputs = Outputs(stats)
-    plain = {"name": 1, "handle": outputs.draw_handle(), "fingerprint": "f1", "run": request(), "incarnation": 1}
+    plain = {"name": 1, "handle": outputs.draw_handles(1)[0], "fingerprint": "f1", "run": request(), "incarnation": 1}
     limits: dict[str, Any] = {"vocab_size": 1000, "max_tokens": 4, "wants_logprobs": False, "sink": RecordingSink()}
     outputs.add(Output(**plain, **limits))  # type: ignore[arg-type]
     for _ in range(2):

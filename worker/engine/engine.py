@@ -205,8 +205,7 @@ class Engine:
         self._pipeline.launch_ahead()
         self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
         self._scheduler.index_prompts()
-        self._kv_events.publish_changes()
-        self._kv_events.publish_part()
+        self._kv_events.publish()
         self._checks.look(self._scheduler)
         self.stats = self._snapshot()
 

@@ -258,7 +258,7 @@ class KvEventPublisher:
 
     def begin(self, gateway: GatewayIndex) -> None:
         """It knows nothing, or what is no longer so. What has changed before is sent first, to the others."""
-        self.publish_changes()
+        self._publish_changes()
         self._walks.pop(gateway, None)
         if self._blocks.num_indexed:
             self._walks[gateway] = self._blocks.walk_events()
@@ -268,13 +268,13 @@ class KvEventPublisher:
         """The gateway is gone. Idempotent."""
         self._walks.pop(gateway, None)
 
-    def publish_changes(self) -> None:
-        """All since the last call, to every gateway."""
+    def _publish_changes(self) -> None:
         for message in kv_events(self._blocks.take_events(), epoch=self._epoch):
             self._outbox.put_all(message)
 
-    def publish_part(self) -> None:
-        """To the gateway that has waited longest. All changes so far must have been sent."""
+    def publish(self) -> None:
+        """All changes since the last call to every gateway, and then a part to the one that has waited longest."""
+        self._publish_changes()
         if not self._walks:
             return
         gateway, walk = self._walks.popitem(last=False)

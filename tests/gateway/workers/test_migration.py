@@ -110,7 +110,7 @@ async def test_another_models_worker_may_be_lost_while_a_place_is_looked_for() -
     lost.state = spare.state = other.state = WorkerState.READY
 
     def opened(record: WorkerRecord) -> Output:
-        run = msgspec.structs.replace(request(), handle=outputs.draw_handle())
+        run = msgspec.structs.replace(request(), handle=outputs.draw_handles(1)[0])
         outputs.add(output := new_output(run, 0, record, RecordingSink(), 0.0))
         return output
 

@@ -22,7 +22,7 @@ class Bench:
 
     def add(self, sink: RecordingSink, incarnation: int, **fields: object) -> int:
         plain: dict[str, object] = {"vocab_size": 1000, "max_tokens": 4, "wants_logprobs": False}
-        handle = self.outputs.draw_handle()
+        (handle,) = self.outputs.draw_handles(1)
         plain |= {"name": handle, "handle": handle, "fingerprint": "f1", "run": request()}
         output = Output(incarnation=incarnation, sink=sink, **(plain | fields))  # type: ignore[arg-type]
         self.outputs.add(output)
@@ -160,4 +160,4 @@ def test_a_worker_is_awaited_until_the_first_token_or_the_end(end: str) -> None:
 def test_handles_are_never_used_again() -> None:
     bench = Bench()
     bench.take(finished=(finished(1), finished(2)))
-    assert bench.outputs.draw_handle() == 4
+    assert bench.outputs.draw_handles(2) == [4, 5]
