@@ -19,10 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from octavo.model.kernels.checks import next_power_of_2
+from octavo.model.kernels.gluon import KNOWN_VERSIONS, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
-KNOWN_VERSIONS = ("3.6.",)
-"""Of Triton, whose Gluon is experimental: those that this was compiled and measured with."""
 WARPS = 4
 REGISTERS = 128
 """Of a thread at most, so that four programs fit on a multiprocessor."""
@@ -260,7 +259,7 @@ def ring_attention_kernel(
     for start in range(begin, end, TILE):
         async_copy.wait_group(RING - 2)
         # All threads' copies have arrived, and all are done with the tile that the next copy overwrites.
-        gl.thread_barrier()
+        thread_barrier()
         if copied < end:
             free = gl.where(slot == 0, RING - 1, slot - 1)
             keys, values = keys_ring.index(free), values_ring.index(free)
@@ -298,7 +297,7 @@ def ring_attention_kernel(
     gl.store(ml, most, mask=om < G)
     gl.store(ml + 1, total, mask=om < G)
     # The barrier orders every thread's stores before the one atomic that releases them.
-    gl.thread_barrier()
+    thread_barrier()
     if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") < num_chunks - 1:
         return
     gl.store(arrived_BK + b * K + kv_head, 0)

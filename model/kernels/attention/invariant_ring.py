@@ -32,6 +32,7 @@ from octavo.model.kernels.attention.invariant_math import (
     row_scale,
     turned,
 )
+from octavo.model.kernels.gluon import thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 
@@ -131,7 +132,7 @@ def ring_kernel(
         table = table_RM + row.to(gl.int64) * table_width
         cached = gl.minimum(end, position)
         num_tiles = (end - begin + TILE - 1) // TILE
-        gl.thread_barrier()
+        thread_barrier()
         last = begin + (num_tiles - 1) * TILE
         rows = _rows_of_tile(table, last, cached, kv_head, K, S, TILE, COPY)
         _copy_rows(rooms.index(0), k_pool, rows, H, COPY)
@@ -174,7 +175,7 @@ def ring_kernel(
             gl.store(k_pool + new_at, new_k)
             gl.store(v_pool + new_at, new_v)
             async_copy.wait_group(0)
-            gl.thread_barrier()
+            thread_barrier()
             _put_row(rows_of_8, 0, position - last, new_k, H, HEADS)
             _put_row(rows_of_8, TILE, position - last, new_v, H, HEADS)
 
@@ -193,7 +194,7 @@ def ring_kernel(
             behind = gl.where(here == 0, 2, here - 1)
             async_copy.wait_group(1)
             # All threads' copies have arrived, and all are done with the room that the next copy overwrites.
-            gl.thread_barrier()
+            thread_barrier()
             if start > begin:
                 _copy_rows(rooms.index(behind), k_pool, rows, H, COPY)
             async_copy.commit_group()
@@ -213,7 +214,7 @@ def ring_kernel(
             most = new_most
             weight_left = gl.convert_layout(weight.to(element), LEFT)
             async_copy.wait_group(1)
-            gl.thread_barrier()
+            thread_barrier()
             if start > begin:
                 _copy_rows(rooms.index(here), v_pool, rows, H, COPY)
                 rows = _rows_of_tile(table, start - 2 * TILE, cached, kv_head, K, S, TILE, COPY)
@@ -248,7 +249,7 @@ def ring_kernel(
                 gl.store(ml, whole_most, mask=om < G)
                 gl.store(ml + 1, whole_total, mask=om < G)
             # The barrier orders every thread's stores before the one atomic that releases them.
-            gl.thread_barrier()
+            thread_barrier()
             if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") == num_items_of_sequence - 1:
                 gl.store(arrived_BK + b * K + kv_head, 0)
                 _store_merged(

@@ -38,8 +38,8 @@ class PrefillTiles:
 
     @classmethod
     def of(cls, head_dim: int) -> "PrefillTiles":
-        """What an H100 runs fastest of this kernel (bench/RESULTS.md)."""
-        return cls(keys=64, warps=8) if head_dim > 64 else cls(keys=128, warps=4)
+        """What an H100 runs fastest of this kernel (bench/RESULTS.md); of the widest heads, what it has memory for."""
+        return cls(keys=64 if head_dim <= 128 else 32, warps=8) if head_dim > 64 else cls(keys=128, warps=4)
 
 
 def list_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:

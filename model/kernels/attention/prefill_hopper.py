@@ -16,10 +16,9 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.model.kernels.attention.warp_groups import COLUMNS, KEYS, QUERIES, SMEM, SMEM_OF_QUERIES, attend_kernel
+from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.precompile import is_compiling
 
-COMPILERS = ("3.6.",)
-"""Releases of triton whose Gluon the kernel is written in: the language is experimental, and changes."""
 LEAST_BLOCK = 8  # tokens: the rows of one pattern in shared memory
 
 
@@ -56,7 +55,7 @@ def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
         and H in FORMS
         and S >= LEAST_BLOCK
         and S & (S - 1) == 0
-        and triton.__version__.startswith(COMPILERS)
+        and triton.__version__.startswith(KNOWN_VERSIONS)
         and _is_hopper(q_TNH.device)
     )
 

@@ -27,12 +27,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, merge
+from octavo.model.kernels.gluon import async_load, thread_barrier
 
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
@@ -75,7 +75,7 @@ def _copy_tile(pool_rows, rows, full, smem, buffer, BOXES: gl.constexpr, PARTS: 
     for box in gl.static_range(BOXES):
         for part in gl.static_range(PARTS):
             room = smem.index((buffer * PARTS + part) * BOXES + box)
-            tma.async_copy_global_to_shared(pool_rows, [rows[box], part * COLUMNS], full, room)
+            async_load(pool_rows, [rows[box], part * COLUMNS], full, room)
 
 
 @gluon.jit
@@ -116,7 +116,7 @@ def _produce(work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.cons
                         for part in gl.static_range(PARTS):
                             corner = [first + consumer * QUERIES, item % N, part * COLUMNS]
                             room = q_smem.index(consumer * PARTS + part)
-                            tma.async_copy_global_to_shared(q_cubes, corner, q_full.index(consumer), room)
+                            async_load(q_cubes, corner, q_full.index(consumer), room)
                 mbarrier.wait(v_free.index(buffer), phase ^ 1)
                 mbarrier.expect(v_full.index(buffer), KEYS * H * 2)
                 _copy_tile(v_rows, rows, v_full.index(buffer), v_smem, buffer, BOXES, PARTS)
@@ -177,10 +177,10 @@ def _stream(
             # Nobody reads this. It needs the weights, and what follows cannot be moved before it: otherwise the
             # compiler waits for the product with the values first, and the exponentials have less to run beside.
             scratch.store(total)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(k_free.index(now))
         acc = warpgroup_mma_wait(0, deps=[acc_to_come])
-        gl.thread_barrier()
+        thread_barrier()
         if not KEEPS_ORDER:
             mbarrier.arrive(k_free.index(now))
         mbarrier.arrive(v_free.index(before))
@@ -242,7 +242,7 @@ def _consume(
             zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
             score = warpgroup_mma(q_smem, k_tiles.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
             score = warpgroup_mma_wait(0, deps=[score])
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(k_free.index(buffer))
             token = begin + key
             score = gl.where((token <= position) & (token < end), score, float("-inf"))
@@ -256,7 +256,7 @@ def _consume(
                 is_value = begin + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, value_layout)) < end
                 half.store(gl.where(gl.expand_dims(is_value, 1), half.load(value_layout), 0.0))
                 fence_async_shared()
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(v_clean)
                 mbarrier.wait(v_clean, num_cleaned & 1)
                 num_cleaned += 1
@@ -283,7 +283,7 @@ def _consume(
             mbarrier.wait(v_full.index(buffer), phase)
             acc = warpgroup_mma(operand, v_tiles.index(buffer), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(v_free.index(buffer))
             if CHUNK:
                 acc, most, last = _merge_chunk(whole, whole_most, whole_total, acc, most, total)

@@ -10,12 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from octavo.model.kernels.gluon import async_load, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 BLOCK = 64
@@ -27,9 +27,9 @@ SHARED_NUMBERS = gl.constexpr(8192)
 @gluon.jit
 def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexpr):
     if IS_GATE:
-        tma.async_copy_global_to_shared(w_desc, [block, 0, output, 0], bar, w_smem, pred=has)
+        async_load(w_desc, [block, 0, output, 0], bar, w_smem, pred=has)
     else:
-        tma.async_copy_global_to_shared(w_desc, [block, output, 0], bar, w_smem, pred=has)
+        async_load(w_desc, [block, output, 0], bar, w_smem, pred=has)
 
 
 @gluon.jit
@@ -40,7 +40,7 @@ def _add_parts(
 ):  # fmt: skip
     # Each program of the tile adds up a share of it, in the order of the splits. The barrier orders every thread's
     # stores before the one atomic that releases them.
-    gl.thread_barrier()
+    thread_barrier()
     gl.atomic_add(arrived, 1, sem="acq_rel")
     while gl.atomic_add(arrived, 0, sem="acq_rel") < SPLITS:
         pass
@@ -57,7 +57,7 @@ def _add_parts(
         if ADD:
             total += gl.load(out_at, mask=(t < T) & (o < O), other=0.0).to(gl.float32)
             if SHARE < 128 * WARPS:
-                gl.thread_barrier()  # several threads have each number: all have read it before one writes
+                thread_barrier()  # several threads have each number: all have read it before one writes
         gl.store(out_at, total.to(out_TO.dtype.element_ty), mask=(t < T) & (o < O))
     if gl.atomic_add(arrived, 1, sem="acq_rel") == 2 * SPLITS - 1:
         gl.store(arrived, 0)
@@ -102,14 +102,14 @@ def overlapping_product_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     for s in gl.static_range(STAGES):
         mbarrier.expect(bars.index(s), BYTES, pred=s < rounds)
         _fetch_weights(w_desc, (first + s) * BLOCKS, output, bars.index(s), w_smem.index(s), s < rounds, IS_GATE)
     wait_for_previous(PDL)
     for s in gl.static_range(STAGES):
         at = [(first + s) * BLOCKS, token, 0]
-        tma.async_copy_global_to_shared(x_desc, at, bars.index(s), x_smem.index(s), pred=s < rounds)
+        async_load(x_desc, at, bars.index(s), x_smem.index(s), pred=s < rounds)
 
     # Two groups of warps share a tile's tokens where it has outputs for one.
     SIDES: gl.constexpr = 2 if WARPS == 8 and OUTPUTS == 64 else 1
@@ -155,7 +155,7 @@ def overlapping_product_kernel(
             acc = warpgroup_mma_wait(PENDING, deps=(acc,))
             if EACH > STAGES:
                 # The stage of the round before: all warps are through with it.
-                gl.thread_barrier()
+                thread_barrier()
                 free = (i + STAGES - 1) % STAGES
                 ahead = i + STAGES - 1
                 has = (i > 0) & (ahead < rounds)
@@ -163,14 +163,14 @@ def overlapping_product_kernel(
                 mbarrier.expect(bars.index(free), BYTES, pred=has)
                 _fetch_weights(w_desc, block_at, output, bars.index(free), w_smem.index(free), has, IS_GATE)
                 corner = [block_at, token, 0]
-                tma.async_copy_global_to_shared(x_desc, corner, bars.index(free), x_smem.index(free), pred=has)
+                async_load(x_desc, corner, bars.index(free), x_smem.index(free), pred=has)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if TURNS > 1:
             total += acc
     if TURNS > 1:
         acc = total
     # What follows takes the stages' memory, from which another warp may still be multiplying: a wait is for one's own.
-    gl.thread_barrier()
+    thread_barrier()
 
     if IS_GATE:
         if HAS_SCALE:
@@ -200,7 +200,7 @@ def overlapping_product_kernel(
             mine = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS) + inner
             gl.store(mine + split * (RESULTS * TOKENS), out)
             # The barrier orders every thread's stores before the one atomic that releases them.
-            gl.thread_barrier()
+            thread_barrier()
             is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             if SPLITS > 1:

@@ -143,7 +143,7 @@ def _launch(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor, room
         raise ValueError(f"code_TI has {T} tokens, more than {MOST_TOKENS}")
     if not T:
         return
-    cut = cut_of(O, I)
+    cut = cut_of(O, I).fitting(weight.code_OI)
     tiles = cut.num_tiles(T, O)
     if cut.splits > 1 and (room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
         raise ValueError(f"room has {room.parts.numel()} elements and {len(room.arrived)} tiles, too few for {cut}")

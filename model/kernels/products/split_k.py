@@ -10,7 +10,8 @@ inputs; the one that finishes a tile last adds the splits up in their order, so 
 Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -32,6 +33,14 @@ class SplitKCut:
     warps: int = 4
     stages: int = 4
 
+    def fitting(self, weight: torch.Tensor, *, matrices: int = 1) -> "SplitKCut":
+        """With no more stages than programs on the weight's device have shared memory for. matrices: of the weight, of
+        which a program takes a tile each."""
+        if not weight.is_cuda:
+            return self
+        stage_bytes = (matrices * self.outputs + self.tokens) * self.inputs * weight.element_size()
+        return _with_stages(self, 1 + _shared_bytes(weight.device) // stage_bytes)  # one is in registers
+
     def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
         """Tiles of a product."""
         return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
@@ -39,6 +48,16 @@ class SplitKCut:
     def part_elements(self, num_tokens: int, num_outputs: int) -> int:
         """float32 elements of room for the parts."""
         return self.num_tiles(num_tokens, num_outputs) * self.splits * self.outputs * self.tokens
+
+
+@cache
+def _with_stages(cut: SplitKCut, most: int) -> SplitKCut:
+    return replace(cut, stages=min(cut.stages, most))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +131,7 @@ def _launch(
     check_tensor("y_TK", y_TK, shape=(T, K), dtype=dtype)
     check_tensor("weight_OK", weight_OK, shape=(O, K), dtype=dtype)
     check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
+    cut = cut.fitting(weight_OK)
     tiles = cut.num_tiles(T, O)
     if cut.splits > 1 and (room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
         raise ValueError(f"room has {room.parts.numel()} elements and {len(room.arrived)} tiles, too few for {cut}")
@@ -191,6 +211,7 @@ def dot_gate_up(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tens
     check_tensor("act_TI", act_TI, shape=(T, I), dtype=dtype)
     if gate_up_ED.numel() >= 2**31:
         raise ValueError(f"gate_up_ED has {gate_up_ED.numel()} elements, more than {2**31 - 1}")
+    cut = cut.fitting(gate_up_ED, matrices=2)
     _dot_gate_up_kernel[(triton.cdiv(I, cut.outputs), triton.cdiv(T, cut.tokens))](
         x_TD, gate_up_ED, act_TI, eps, T,
         D=D, I=I, OUTPUTS=cut.outputs, TOKENS=cut.tokens, INPUTS=cut.inputs, STAGES=cut.stages, num_warps=cut.warps,

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 
 from octavo.model.gpu.overlapping_layers import TILES_OF_MANY
-from octavo.model.kernels.attention.prefill_hopper import COMPILERS
+from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.gate_up import gate_up_product
 from octavo.model.kernels.products.invariant import Splits, invariant_add_product, invariant_product, part_elements
@@ -86,7 +86,8 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @pytest.mark.skipif(
-    not triton.__version__.startswith(COMPILERS), reason=f"Gluon of triton {triton.__version__} is another language"
+    not triton.__version__.startswith(KNOWN_VERSIONS),
+    reason=f"Gluon of triton {triton.__version__} is another language",
 )
 @pytest.mark.parametrize(
     ("then", "cut"),

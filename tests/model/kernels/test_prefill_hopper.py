@@ -14,10 +14,12 @@ import triton
 
 from octavo.model.kernels.attention import prefill_hopper
 from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles
-from octavo.model.kernels.attention.prefill_hopper import COMPILERS, attend
+from octavo.model.kernels.attention.prefill_hopper import attend
+from octavo.model.kernels.gluon import KNOWN_VERSIONS
 
 needs_compiler = pytest.mark.skipif(
-    not triton.__version__.startswith(COMPILERS), reason=f"Gluon of triton {triton.__version__} is another language"
+    not triton.__version__.startswith(KNOWN_VERSIONS),
+    reason=f"Gluon of triton {triton.__version__} is another language",
 )
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -72,9 +74,12 @@ def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contex
     assembly = (tmp_path / "kernel.ptx").read_text()
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in assembly
-    written = re.findall(r"st\.shared\.v4\.b32\s+\[%r\d+\+(\d+)\]", assembly)
+    written = re.findall(r"st\.shared\.v4\.b32\s+\[ ?(%r\d+) ?\+ ?(\d+) ?\]", assembly)
     assert written
-    assert len(set(written)) == len(written)
+    places = {offset for _, offset in written}
+    if places == {"0"}:  # triton 3.7 and later have an address for each
+        places = {register for register, _ in written}
+    assert len(places) == len(written)
 
 
 def test_what_does_not_fit_goes_to_the_plain_kernel() -> None:

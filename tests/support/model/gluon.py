@@ -14,6 +14,7 @@ def interpreted(module: ModuleType, kernel: str, *, instead: dict[str, Any] | No
     """The kernel of the module, which may call the module's other functions in Gluon. instead: of some of them, by
     name."""
     names = dict(vars(module)) | {"tl": tl, "gl": _Language(), "mma_v2": _mma_v2, "async_copy": _Copies()}
+    names["thread_barrier"] = lambda: None  # threads of a program take turns, operation by operation
     for name, function in vars(module).items():
         if isinstance(function, GluonJITFunction):
             plain = function.fn
@@ -52,9 +53,6 @@ class _Language:
 
     def allocate_shared_memory(self, dtype: Any, shape: list[Any], layout: None) -> "_Shared":
         return _Shared([_number(each) for each in shape])
-
-    def thread_barrier(self) -> None:
-        """Threads of a program take turns here, operation by operation."""
 
 
 class _Shared:

@@ -20,7 +20,7 @@ import triton.runtime
 from triton.runtime.jit import JITFunction
 
 from octavo.model.kernels.precompile import compiling, help_compiling, is_compiling, wake_compiler
-from tests.support.model.hopper import HopperDriver
+from tests.support.model.pretended import PretendedDriver
 
 
 class Launcher:
@@ -34,7 +34,7 @@ built: list[str] = []
 """For which kernels."""
 
 
-class Driver(HopperDriver):
+class Driver(PretendedDriver):
     """With what compiling asks for, too."""
 
     launcher_cls = Launcher

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import numpy as np
@@ -43,7 +43,7 @@ from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.cuda import graph_runner, loading, memory
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.runner import CudaRunner
-from tests.support.model.hopper import HopperDriver
+from tests.support.model.pretended import PretendedDriver
 
 HEADS_OF_64 = {
     "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 1280, "num_hidden_layers": 3,
@@ -51,14 +51,21 @@ HEADS_OF_64 = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 HEADS_OF_128 = HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 8, "tie_word_embeddings": False}
+SHORT_ROWS = HEADS_OF_64 | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 CASES: dict[str, dict[str, Any]] = {
     "heads of 64": {},
+    "short rows": {"shape": SHORT_ROWS},
     "heads of 128": {"shape": HEADS_OF_128},
+    "heads of 256": {"shape": HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 4}},
     "heads with norms": {"shape": HEADS_OF_128 | {"model_type": "qwen3", "head_dim": 128}},
     "fp8 weights": {"weights": WeightFormat.FP8},
     "int8 weights": {"weights": WeightFormat.INT8},
     "fp8 cache": {"kv_dtype": torch.float8_e4m3fn},
     "deterministic": {"deterministic": Deterministic.ON},
+    "heads of 256, deterministic": {
+        "shape": HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 4},
+        "deterministic": Deterministic.ON,
+    },
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 300
 NUM_HELPERS = 2
@@ -72,8 +79,19 @@ class Recorder:
         return lambda: None
 
 
-def pretend(places: "Places") -> set[tuple[str, str]]:
-    """Let this process have such a device; returns the kernels that are launched from now on: name, and its key."""
+class Listener(Protocol):
+    """Hears of each kernel that is launched, once."""
+
+    def note(
+        self, kernel: Any, signature: Any, constexprs: Any, options: Any, attrs: Any, target: GPUTarget
+    ) -> None: ...
+
+
+def pretend(
+    listener: Listener, *, capability: tuple[int, int] = (9, 0), shared_bytes: int = 227 << 10
+) -> set[tuple[str, str]]:
+    """Let this process have such a device; returns the kernels that are launched from now on: name, and its key.
+    shared_bytes: that a program may have."""
     launched: set[tuple[str, str]] = set()
 
     def note(
@@ -89,7 +107,7 @@ def pretend(places: "Places") -> set[tuple[str, str]]:
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
         if (name, key) not in launched:
             launched.add((name, key))
-            places.note(kernel, signature, constexprs, options, attrs, kernel.device_caches[device][2])
+            listener.note(kernel, signature, constexprs, options, attrs, kernel.device_caches[device][2])
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a start on a GPU compiles the kernels for CPUs: seconds for nothing")
@@ -100,8 +118,10 @@ def pretend(places: "Places") -> set[tuple[str, str]]:
     def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=a.dtype) if out is None else out
 
-    triton.runtime.driver.set_active(HopperDriver())
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=80 << 30)
+    triton.runtime.driver.set_active(PretendedDriver(capability))
+    properties = SimpleNamespace(
+        multi_processor_count=132, total_memory=80 << 30, shared_memory_per_block_optin=shared_bytes
+    )
     nothing = mock.MagicMock()
     nothing.elapsed_time.return_value = 1.0
     for place, name, value in (
@@ -109,7 +129,7 @@ def pretend(places: "Places") -> set[tuple[str, str]]:
         (torch.Tensor, "is_cuda", property(lambda tensor: True)),
         (torch.Tensor, "is_cpu", property(lambda tensor: False)),
         (native, "_compiled", refuse),
-        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_device_capability", lambda device=None: capability),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: "none"),
         (torch.cuda, "mem_get_info", lambda device=None: (60 << 30, 80 << 30)),

@@ -1,0 +1,70 @@
+"""Which kernels of a start a GPU could not run, told without one.
+
+    TRITON_INTERPRET=0 python -m tests.support.worker.fitting CAPABILITY CASE
+
+Compiles every kernel that a start on a device of that compute capability launches (compiled.py). Prints one line for
+each that does not compile, or takes more of the device than a program may have; then how many there were.
+"""
+
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+
+from octavo.model.kernels.small_batch.launch import MAX_WARPS
+from tests.support.worker.compiled import CASES, pretend, start
+
+SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (12, 0): 99 << 10}
+"""That a program may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
+
+
+class Launches:
+    """What is launched."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[Any, Any, dict[str, Any], GPUTarget]] = []
+
+    def note(self, kernel: Any, signature: Any, constexprs: Any, options: Any, attrs: Any, target: GPUTarget) -> None:
+        source = kernel.ASTSource(kernel, signature, constexprs, attrs)
+        self.kernels.append((kernel, source, dict(options.__dict__), target))
+
+
+launches = Launches()
+
+
+def fault_of(index: int, shared_bytes: int) -> str | None:
+    """Of one kernel, in words; None where the device runs it."""
+    kernel, source, options, target = launches.kernels[index]
+    name = kernel.fn.__name__
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:  # whatever the compiler raises
+        return f"{name} does not compile: {error!r}"
+    if compiled.metadata.shared > shared_bytes:
+        return f"{name} takes {compiled.metadata.shared} bytes of shared memory, of {shared_bytes}"
+    if compiled.metadata.num_warps > MAX_WARPS:
+        return f"{name} has {compiled.metadata.num_warps} warps"
+    return None
+
+
+def main() -> None:
+    """See the module."""
+    major, _, minor = sys.argv[1].partition(".")
+    capability = int(major), int(minor)
+    shared_bytes = SHARED_BYTES[capability]
+    np.random.seed(0)
+    start(pretend(launches, capability=capability, shared_bytes=shared_bytes), **CASES[sys.argv[2]])
+    num_kernels = len(launches.kernels)
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        faults = list(pool.map(fault_of, range(num_kernels), [shared_bytes] * num_kernels))
+    sys.stdout.writelines(f"{fault}\n" for fault in faults if fault)
+    sys.stdout.write(f"{num_kernels}\n")
+
+
+if __name__ == "__main__":
+    main()
