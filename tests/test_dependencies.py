@@ -3,6 +3,7 @@ the compiler that each torch brings."""
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -185,6 +186,16 @@ def test_tests_can_be_installed_beside_each_torch_for_cuda(minor: str, project: 
     assert f"{minor}.0" in specifier(project["dependencies"], "torch")
     for extra in ("dev", "cuda"):
         assert TRITON_OF_TORCH[minor] in specifier(project["optional-dependencies"][extra], "triton")
+
+
+def test_kernels_are_tested_with_the_triton_of_the_images(repository: Path) -> None:
+    torch = runpy.run_path(str(repository / "deploy/install_torch.py"))["TORCH"]
+    wanted = TRITON_OF_TORCH[torch.rpartition(".")[0]]
+    assert f"\nTRITON := {wanted}\n" in (repository / "Makefile").read_text()
+    assert f"\ntriton=={wanted} " in (repository / "deploy/locks/worker-cuda.txt").read_text()
+    known = re.search(r"KNOWN_VERSIONS = (\(.*\))", (repository / "model/kernels/gluon.py").read_text())
+    assert known is not None
+    assert wanted.startswith(ast.literal_eval(known[1]))
 
 
 def test_the_table_above_covers_torchs_range(project: dict[str, Any]) -> None:
