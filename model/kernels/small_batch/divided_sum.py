@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.model.kernels.small_batch.peer_sum import meet
+from octavo.model.kernels.small_batch.peer_sum import check_counts, meet
 
 BLOCK, WARPS = 4096, 8
 MAX_PROGRAMS = 512
@@ -84,7 +84,7 @@ def divided_sum(rooms_GRD: torch.Tensor, x_TD: torch.Tensor, counts: tuple[torch
             f"and {rooms_GRD.dtype}"
         )
     programs = num_programs(num_rows, D, size)
-    _check_counts(counts, programs)
+    check_counts(counts, programs)
     _divided_sum_kernel[(programs,)](
         rooms_GRD, x_TD[share], counts, (share.stop - share.start) * D, rooms_GRD.shape[1] * D,
         RANK=rank, SIZE=size, BLOCK=BLOCK, num_warps=WARPS,
@@ -99,11 +99,5 @@ def _meet_kernel(counts, RANK: tl.constexpr, SIZE: tl.constexpr):
 def meet_peers(counts: tuple[torch.Tensor, ...], *, rank: int) -> None:
     """Behind it, what every rank had copied before it is there. counts: those of the sums. Raises ValueError where they
     do not fit."""
-    _check_counts(counts, 1)
+    check_counts(counts, 1)
     _meet_kernel[(1,)](counts, RANK=rank, SIZE=len(counts), num_warps=1)
-
-
-def _check_counts(counts: tuple[torch.Tensor, ...], programs: int) -> None:
-    least = programs * len(counts)
-    if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
-        raise ValueError(f"{programs} programs need {least} counts of int32 on each rank")

@@ -85,7 +85,7 @@ def peer_sum(
     Raises ValueError where a tensor does not fit.
     """
     num_elements = out.numel()
-    _check("sum", rooms, counts, out, num_elements, rank)
+    _check(rooms, counts, out, num_elements, rank)
     _peer_sum_kernel[(num_programs(num_elements),)](
         rooms, counts, out, num_elements,
         RANK=rank, SIZE=len(rooms), BLOCK=_block_of(num_elements), ADDS=adds, num_warps=WARPS,
@@ -120,7 +120,7 @@ def peer_join(
     num_elements = out_BV.numel() // max(size, 1)
     if size and V % size:
         raise ValueError(f"out has shape {tuple(out_BV.shape)}: {size} ranks do not have equal columns of it")
-    _check("join", rooms, counts, out_BV, num_elements, rank)
+    _check(rooms, counts, out_BV, num_elements, rank)
     _peer_join_kernel[(num_programs(num_elements),)](
         rooms, counts, out_BV, num_elements, V // size,
         RANK=rank, SIZE=size, BLOCK=_block_of(num_elements), num_warps=WARPS,
@@ -128,7 +128,6 @@ def peer_join(
 
 
 def _check(
-    what: str,
     rooms: tuple[torch.Tensor, ...],
     counts: tuple[torch.Tensor, ...],
     out: torch.Tensor,
@@ -140,9 +139,14 @@ def _check(
         raise ValueError(f"rank {rank} has {len(rooms)} rooms and {len(counts)} counts")
     if not out.is_contiguous() or any(room.dtype != out.dtype or room.numel() < num_elements for room in rooms):
         raise ValueError(f"out has shape {tuple(out.shape)} and is {out.dtype}, which its rooms do not fit")
-    least = num_programs(num_elements) * len(rooms)
+    check_counts(counts, num_programs(num_elements))
+
+
+def check_counts(counts: tuple[torch.Tensor, ...], programs: int) -> None:
+    """Raises ValueError where so many programs could not meet their peers by the ranks' counts."""
+    least = programs * len(counts)
     if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
-        raise ValueError(f"a {what} of {num_elements} numbers needs {least} counts of int32 on each rank")
+        raise ValueError(f"{programs} programs need {least} counts of int32 on each rank")
 
 
 def _block_of(num_elements: int) -> int:

@@ -247,8 +247,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ((room, room), (counts,), "rank 0 has 2 rooms and 1 counts"),
         ((room[:32],), (counts,), "its rooms do not fit"),
         ((room.bfloat16(),), (counts,), "its rooms do not fit"),
-        ((room,), (counts.long(),), "needs 1 counts of int32"),
-        ((room,), (counts[:0],), "needs 1 counts of int32"),
+        ((room,), (counts.long(),), "1 programs need 1 counts of int32"),
+        ((room,), (counts[:0],), "1 programs need 1 counts of int32"),
     ):
         with pytest.raises(ValueError, match=wanted):
             peer_sum(rooms, each, out, rank=0, adds=False)
@@ -262,7 +262,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         ((room[:32],), (counts,), "its rooms do not fit"),
         ((room.bfloat16(),), (counts,), "its rooms do not fit"),
         ((room,) * 3, (counts,) * 3, "3 ranks do not have equal columns"),
-        ((room,), (counts.long(),), "needs 1 counts of int32"),
+        ((room,), (counts.long(),), "1 programs need 1 counts of int32"),
     ):
         with pytest.raises(ValueError, match=wanted):
             peer_join(rooms, each, out, rank=0)
