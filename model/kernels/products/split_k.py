@@ -57,7 +57,7 @@ def _with_stages(cut: SplitKCut, most: int) -> SplitKCut:
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

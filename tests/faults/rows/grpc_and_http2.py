@@ -97,8 +97,8 @@ ROWS: dict[int, Row] = {
     43: row(
         "callers without rights",
         "tests/gateway/auth/test_real_calls.py::test_nobody_gets_past_the_door_without_a_good_key",
-        "tests/gateway/auth/test_real_calls.py::test_a_tenant_cannot_end_anothers_request",
-        "tests/gateway/auth/test_real_calls.py::test_a_caller_ends_the_request_of_its_own_that_has_the_id_and_no_other",
+        "tests/gateway/auth/test_tenants.py::test_a_tenant_cannot_end_anothers_request",
+        "tests/gateway/auth/test_tenants.py::test_a_caller_ends_the_request_of_its_own_that_has_the_id_and_no_other",
         "tests/gateway/rpc/test_interceptor.py::test_no_handler_of_any_kind_is_reached_without_a_key",
         "tests/gateway/auth/test_keys.py::test_every_entry_is_compared_whatever_matches",
         "tests/gateway/auth/test_tls.py::test_with_mutual_tls_only_good_certificates_of_the_authority_get_through",

@@ -43,7 +43,7 @@ ROWS: dict[int, Row] = {
     ),
     50: row(
         "another tenant's cache by its timing",
-        "tests/gateway/auth/test_real_calls.py::test_tenants_have_salts_of_their_own_and_their_own_ids",
+        "tests/gateway/auth/test_tenants.py::test_tenants_have_salts_of_their_own_and_their_own_ids",
         "tests/e2e/test_front_door.py::test_cached_tokens_come_from_ones_own_tenant_or_group_only",
     ),
 }
