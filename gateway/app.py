@@ -18,6 +18,7 @@ from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig, PageConfig
 from octavo.gateway.dialects.services import add_dialects
 from octavo.gateway.errors import Draining
+from octavo.gateway.lasting import lasting
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
@@ -167,14 +168,12 @@ class Gateway:
         await self.pool.start()
         await self.control.start()
         self._tasks = [
-            asyncio.create_task(self.readiness.run(), name="readiness"),
-            asyncio.create_task(self.reloader.run(), name="reloader"),
-            asyncio.create_task(self.ticker.refresh(), name="refresh"),
-            asyncio.create_task(self.ticker.report(), name="report"),
+            lasting(self.readiness.run, name="readiness"),
+            lasting(self.reloader.run, name="reloader"),
+            lasting(self.ticker.refresh, name="refresh"),
+            lasting(self.ticker.report, name="report"),
             *self._watch_process(),
         ]
-        for task in self._tasks:
-            task.add_done_callback(_log_defect)
         await self._listen()
         await self.renderer.start()
         log.info(
@@ -188,10 +187,10 @@ class Gateway:
 
     def _watch_process(self) -> list["asyncio.Task[None]"]:
         return [
-            asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
-            asyncio.create_task(garbage_watch(self.tracker, self.pool).run(), name="garbage"),
-            asyncio.create_task(self._endings.run(), name="unread endings"),
-            asyncio.create_task(self._limiter.run(), name="connections"),
+            lasting(lambda: measure_loop_lag(self.meters), name="loop lag"),
+            lasting(garbage_watch(self.tracker, self.pool).run, name="garbage"),
+            lasting(self._endings.run, name="unread endings"),
+            lasting(self._limiter.run, name="connections"),
         ]
 
     async def _listen(self) -> None:

@@ -10,6 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -18,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
+from octavo.gateway.lasting import lasting
 from octavo.gateway.observability.meters import PEER_LOSSES
 from octavo.gateway.peers.others import Other, addresses_of
 from octavo.gateway.workers.config import WorkerPoolConfig
@@ -122,7 +124,7 @@ class Peers:
         self._link.open()
         self._context = zmq.asyncio.Context()
         self._now_listed(others)
-        self._tasks = [asyncio.create_task(self._tick_forever(self._link), name="peers")]
+        self._tasks = [lasting(partial(self._tick_forever, self._link), name="peers")]
 
     async def close(self) -> None:
         """Idempotent."""
@@ -245,6 +247,7 @@ class Peers:
             except (RunDirError, OSError) as error:
                 log.error("ipc_socket_lost", error=str(error))
             self._look_at_file()
+            self._dial_listed()  # where that failed before
             await self._look_around()
 
     async def _look_around(self) -> None:
@@ -306,7 +309,7 @@ class Peers:
         known = {each.endpoint.address for each in self._names}
         for name in [_Name(each) for each in names.values() if each.address not in known]:
             self._names.append(name)
-            name.task = asyncio.create_task(self._look_up_forever(name), name="names of peers")
+            name.task = lasting(partial(self._look_up_forever, name), name="names of peers")
         self._dial_listed()
 
     def _dial_listed(self) -> None:

@@ -2,6 +2,7 @@
 those that cannot be reached or should not be there."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import structlog
 import zmq
 
+from octavo.gateway import lasting
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.peers import control, others, peers
 from octavo.gateway.peers.peers import Asked, Peers
@@ -85,6 +87,44 @@ async def test_a_name_stands_for_all_gateways_that_have_it_as_they_come_and_go(
     assert f"tcp://127.0.0.1:{port} is this gateway itself: it is left out" in told
     first, *_ = [line["error"] for line in lines if line["event"] == "peer_not_found"]
     assert first.startswith(f"--peer-endpoint tcp://octavo-gateways:{port} cannot be looked up: ")
+
+
+async def test_a_host_without_threads_or_descriptors_for_a_moment_costs_no_gateway_the_others(
+    dns: dict[str, list[str]], pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking up takes a thread, a connection descriptors: who failed for want of one tries again."""
+    troubles: list[Exception] = [zmq.ZMQError(errno.EMFILE), RuntimeError("can't start new thread")]
+    look_up = others.addresses_of
+
+    async def sometimes(host: str) -> tuple[str, ...]:
+        if len(troubles) == 2:
+            raise troubles.pop()
+        return await look_up(host)
+
+    def dial(*args: Any, **options: Any) -> others.Other:
+        if troubles:
+            raise troubles.pop()
+        return others.Other(*args, **options)
+
+    monkeypatch.setattr(lasting, "AGAIN_S", 0.01)
+    monkeypatch.setattr(peers, "addresses_of", sometimes)
+    monkeypatch.setattr(peers, "Other", dial)
+    port = free_port()
+    dns["octavo-gateways"] = ["127.0.0.2"]
+    one = Peers(
+        PeerConfig(endpoint=f"tcp://127.0.0.1:{port}", others=(f"tcp://octavo-gateways:{port}",), key_file=pair),
+        answering(0),
+    )
+    two = Peers(PeerConfig(endpoint=f"tcp://127.0.0.2:{port}", key_file=pair), answering(0))
+    with structlog.testing.capture_logs() as lines:
+        await asyncio.gather(one.start(), two.start())
+        await sweep(one, lambda: one.told_ids() == {two.gateway_id})
+        await asyncio.gather(one.close(), two.close())
+    assert [str(line["exc_info"]) for line in lines if line["event"] == "defect"] == [
+        "can't start new thread",
+        "Too many open files",
+    ]
+    assert not troubles
 
 
 async def test_a_resolver_that_hangs_keeps_nobody_from_stopping(
