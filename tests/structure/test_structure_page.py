@@ -14,7 +14,7 @@ import pytest
 # What a newcomer reads to follow one request. These bounds go down, never up.
 MAX_FILES = 50
 MAX_WRAPS = 4
-MAX_FUNCTIONS = 522
+MAX_FUNCTIONS = 514
 
 _HOP = re.compile(r"^\| \d+ \| `(?P<file>[\w/]+\.py)` \| `(?P<function>\w+)` \|", re.MULTILINE)
 

@@ -40,6 +40,9 @@ REQUEST: dict[str, Any] = {
 
 NUM_TRACED = 8
 CLOCK = f"{ROOT}/gateway/ticker.py"  # its tasks run at intervals, whatever requests there are
+SENT = (
+    "WorkerLink.put"  # what the worker does behind it races with the gateway, and is on no request's way to its delta
+)
 
 
 class Calls:
@@ -47,26 +50,32 @@ class Calls:
 
     def __init__(self) -> None:
         self._found: list[dict[tuple[str, str, str], None]] = []
-        self._num_until_delta: list[int | None] = []
+        self._early: list[set[tuple[str, str, str]]] = []  # of these, those on the way to the first delta
+        self._is_early = self._is_early_at_worker = False
         self._wraps: dict[type, None] = {}
 
     def begin(self) -> None:
         """From now on calls belong to a new request."""
-        self._num_until_delta.append(None)
         self._found.append({})
+        self._early.append(set())
+        self._is_early = self._is_early_at_worker = True
 
     def mark_delta(self) -> None:
         """The caller has a delta; the first one counts."""
-        if self._found and self._num_until_delta[-1] is None:
-            self._num_until_delta[-1] = len(self._found[-1])
+        self._is_early = False
 
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
         """For sys.setprofile."""
         code = frame.f_code
+        if event == "return" and code.co_qualname == SENT:
+            self._is_early_at_worker = False
         if self._found and event == "call" and code.co_filename.startswith(OURS) and code.co_filename != CLOCK:
-            role = "worker" if threading.current_thread() is threading.main_thread() else "gateway"
-            self._found[-1].setdefault((os.path.relpath(code.co_filename, ROOT), code.co_qualname, role))
-            if self._num_until_delta[-1] is None and code.co_argcount:
+            is_worker = threading.current_thread() is threading.main_thread()
+            name = os.path.relpath(code.co_filename, ROOT), code.co_qualname, "worker" if is_worker else "gateway"
+            self._found[-1].setdefault(name)
+            if self._is_early and (self._is_early_at_worker or not is_worker):
+                self._early[-1].add(name)
+            if self._is_early and code.co_argcount:
                 self._look_at([frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]])
 
     def _look_at(self, arguments: list[object]) -> None:
@@ -76,8 +85,7 @@ class Calls:
 
     def as_json(self) -> str:
         """What all requests called, in the order of the last one: first what each of them called before its delta."""
-        early = [list(found)[:number] for found, number in zip(self._found, self._num_until_delta, strict=True)]
-        common, until_delta = set(self._found[0]).intersection(*self._found), set(early[0]).intersection(*early)
+        common, until_delta = set(self._found[0]).intersection(*self._found), set.intersection(*self._early)
         calls = [call for call in self._found[-1] if call in common]
         calls.sort(key=lambda call: call not in until_delta)
         wraps = [(os.path.relpath(inspect.getfile(each), ROOT), each.__qualname__) for each in self._wraps]
