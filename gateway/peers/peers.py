@@ -81,6 +81,7 @@ class Peers:
         self._names: list[_Name] = []
         self._file = None if config.others_file is None else EndpointsFile(config.others_file)
         self._listed: tuple[str, ...] = ()
+        self._is_dialling = False
         self._keys: KeyPair | None = None
         self._watched_silent: set[str] = set()
         self._told_selves: set[str] = set()
@@ -247,7 +248,8 @@ class Peers:
             except (RunDirError, OSError) as error:
                 log.error("ipc_socket_lost", error=str(error))
             self._look_at_file()
-            self._dial_listed()  # where that failed before
+            if self._is_dialling:  # it failed before all were dialled
+                self._dial_listed()
             await self._look_around()
 
     async def _look_around(self) -> None:
@@ -316,9 +318,11 @@ class Peers:
         listed = dict.fromkeys((*self._listed, *(address for each in self._names for address in each.addresses or ())))
         for address, other in self._others.items():
             other.is_listed = address in listed
+        self._is_dialling = True
         for address in listed:
             if address not in self._others:
                 self._dial(parse_endpoint(address))
+        self._is_dialling = False
 
     def _dial(self, endpoint: Endpoint) -> None:
         assert self._context is not None

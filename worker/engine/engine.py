@@ -331,7 +331,7 @@ class Engine:
             num_steps=self.num_steps,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            waiting_since_s=self._scheduler.waiting_since_s,
+            waiting_since_s=self._scheduler.waiting_since_s if self._scheduler.num_waiting else None,
             num_paused=self._scheduler.num_paused,
             num_in_flight=self._scheduler.num_in_flight,
             is_draining=self._scheduler.is_draining,
