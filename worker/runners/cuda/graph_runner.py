@@ -84,6 +84,9 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < largest), largest)
 
 
+TIMED_CONTEXT = 256
+"""Tokens of context at which ways of a step are timed."""
+
 OnProgress = Callable[[int, int], None]
 """Called with (shapes recorded, shapes in all)."""
 
@@ -168,6 +171,7 @@ class GraphRunner:
             state=self.state,
         )
         self._sizes = batch_sizes(config.max_slots)
+        self._longest = config.table_width * config.block_size
         self._recorder = make_recorder(config.launching)
         self._autotune = config.autotune
         self._staged_U = torch.empty(0)
@@ -194,7 +198,7 @@ class GraphRunner:
         start_s, total = time.perf_counter(), self.num_shapes
         on_progress(0, total)
         if self._autotune is Autotune.MEASURED:
-            self.step.autotuner.choose(self._sizes, self.step.run)
+            self.choose_ways()
         for layout in self._shapes.layouts():
             on_progress(len(self._mixed), total)
             self._mixed[layout] = self._recorder.record(self._mixed_work(layout))
@@ -205,6 +209,14 @@ class GraphRunner:
                 self._sampling[size, stages] = self._recorder.record(self._sampling_work(size, stages))
         on_progress(total, total)
         return time.perf_counter() - start_s
+
+    def choose_ways(self) -> None:
+        """Time the ways of few rows, where that has not been done. Rows stand at a context as they have when they
+        serve: attention over none would tell nothing, and it differs between the ways."""
+        position_R, scratch = self.state.position_R, self.state.scratch_row
+        position_R[scratch] = min(TIMED_CONTEXT, self._longest - 1)
+        self.step.autotuner.choose(self._sizes, self.step.run)
+        position_R[scratch] = 0
 
     def run_all(self) -> None:
         """Enqueue every shape of step, the small ones on every path: to compile what that launches. What takes longest

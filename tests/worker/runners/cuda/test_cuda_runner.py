@@ -219,6 +219,15 @@ def test_a_plan_without_a_block_is_refused_before_it_writes_anywhere() -> None:
     hand.step(decode={0: 5})
 
 
+def test_ways_are_timed_over_a_context_and_padding_has_none_behind_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, positions = runner_pair(max_slots=2, max_model_len=48).fast.graphs, []
+    monkeypatch.setattr(
+        graphs.step.autotuner, "choose", lambda sizes, run: positions.append(graphs.state.position_R.tolist())
+    )
+    graphs.choose_ways()
+    assert (positions, graphs.state.position_R.tolist()) == ([[0, 0, 51]], [0, 0, 0])
+
+
 def test_batch_sizes_end_with_the_largest() -> None:
     assert batch_sizes(1) == (1,)
     assert batch_sizes(6) == (1, 2, 4, 6)
