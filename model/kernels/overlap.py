@@ -4,8 +4,8 @@ At few rows a step only reads weights, and the time between one kernel's last by
 left to save. So a kernel that overlaps says at once that its successor may start, asks for its weights, and only then
 waits for its predecessor's results (programmatic dependent launch, CUDA's guide §4.5). Before the wait it may read
 weights, and what no kernel of the step writes before sampling: positions and tables, and cached tokens of former steps.
-That holds because a step's first kernel is launched the ordinary way, behind everything older; and each program waits,
-so that a kernel that has ended has seen all its predecessors end.
+That holds because a step's first kernel is launched the ordinary way, behind everything older; and each program that
+has something to do waits, and each kernel has one, so that a kernel that has ended has seen all its predecessors end.
 
     previous   |---- run ----|
     this one        |launch| weights ... |wait| run |

@@ -85,16 +85,15 @@ def _small_batch_attention_kernel(
     SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
     b = tl.program_id(2)
     G: tl.constexpr = N // K
     row = tl.load(rows_B + b)
     position = tl.load(position_R + row)
     chunk, count = num_parts(position, SPLITS, TILE)
     if split >= count:
-        wait_for_previous(PDL)
-        return
+        return  # at once: waiting it would keep its room from the kernels behind; part 0 waits in its place
     table = table_RM + row.to(tl.int64) * table_width
     start = split * chunk
     end = tl.minimum(start + chunk, position)
@@ -156,7 +155,8 @@ def small_batch_attention(
     if N % K or H & (H - 1) or H < 16 or len(part_BWNH) < B:
         raise ValueError(f"{B} rows of {N} heads over {K} KV heads of {H} do not fit the kernel or its buffers")
     most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, TILE_TOKENS))
-    _small_batch_attention_kernel[(most_parts, K, B)](
+    # Heads before parts: those that a context has are started first.
+    _small_batch_attention_kernel[(K, most_parts, B)](
         q_BNH, k_pool_PKSH, v_pool_PKSH, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_RM.shape[1],
         scale * LOG2_E,
         N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, STAGES=STAGES,
