@@ -93,10 +93,14 @@ def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
     elif size > 128:
         gate_up = replace(cut(2 * I, D, PAIRED_BYTES, tokens=128, blocks=1, outputs=128), warps=8)
     else:
-        is_small = num_programs(2 * I, D, tokens=size) <= 2 * MULTIPROCESSORS
+        programs = num_programs(2 * I, D, tokens=size)
+        is_small = programs <= 2 * MULTIPROCESSORS
         is_large = 2 < num_programs(2 * I, D, tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
         outputs = 128 if is_large and size in (32, 64) else 64
-        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=min(size, 64 if is_small else 128), blocks=1, outputs=outputs)
+        # Where programs take turns all the same, fewer and longer copies are faster.
+        blocks = 2 if size == 32 and programs > MOST_AT_ONCE * MULTIPROCESSORS else 1
+        tokens = min(size, 64 if is_small else 128)
+        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=tokens, blocks=blocks, outputs=outputs)
     if size <= 128:
         down = cut(D, I, WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2)
     else:
