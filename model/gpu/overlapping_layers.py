@@ -88,14 +88,15 @@ def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
         return cut(num_outputs, num_inputs, NARROW_BYTES, tokens=tokens, blocks=2)
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    is_large = 2 < num_programs(2 * I, D, tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
     if size == 8:
-        gate_up = cut(2 * I, D, WHOLE_BYTES, tokens=size, blocks=2, outputs=128)
+        room = SHARED_BYTES // MOST_AT_ONCE - BYTES_BESIDE if is_large else WHOLE_BYTES
+        gate_up = cut(2 * I, D, room, tokens=size, blocks=2, outputs=128)
     elif size > 128:
         gate_up = replace(cut(2 * I, D, PAIRED_BYTES, tokens=128, blocks=1, outputs=128), warps=8)
     else:
         programs = num_programs(2 * I, D, tokens=size)
         is_small = programs <= 2 * MULTIPROCESSORS
-        is_large = 2 < num_programs(2 * I, D, tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
         outputs = 128 if is_large and size in (32, 64) else 64
         # Where programs take turns all the same, fewer and longer copies are faster.
         blocks = 2 if size == 32 and programs > MOST_AT_ONCE * MULTIPROCESSORS else 1

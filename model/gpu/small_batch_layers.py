@@ -52,8 +52,8 @@ class SmallBatchCuts:
 
 
 def cuts_of(config: ModelConfig) -> SmallBatchCuts:
-    """Cuts by the weights that a program reads and that each of its threads holds: the fastest of those that were tried
-    for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md)."""
+    """Cuts by the weights that a program reads and that each of its threads holds, or the keys and values: the fastest
+    of those that were tried for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md)."""
 
     def num_rows(row_elements: int, program_bytes: int, *, least: int = 1) -> int:
         wanted = program_bytes // (2 * row_elements)
@@ -75,9 +75,10 @@ def cuts_of(config: ModelConfig) -> SmallBatchCuts:
     return SmallBatchCuts(
         qkv=together(D, 2, 8192, of_lane=80),
         output=one_by_one(A, 16384, least=4),
-        gate_up=together(D, 2, 16384, of_lane=112),
+        gate_up=together(D, 2, 16384, of_lane=80 if num_rows(2 * D, 16384) == 1 else 112),
         down=one_by_one(I, 40960),
         head=together(D, 1, 0, of_lane=MAX_ELEMENTS_OF_LANE, least=4),
+        attention_warps=8 if config.head_dim >= 128 else 4,
     )
 
 

@@ -66,9 +66,21 @@ def test_all_programs_of_a_product_are_there_at_once(shape: str, size: int) -> N
         assert cut.num_tiles(size, num_outputs) * cut.splits <= at_once, name
 
 
-@pytest.mark.parametrize(("shape", "expected"), [("0.5B", (1, 8)), ("7B", (1, 3)), ("14B", (2, 4)), ("32B", (2, 4))])
-def test_gate_and_up_of_32_rows_are_cut_as_was_measured(shape: str, expected: tuple[int, int]) -> None:
-    gate_up = overlapping_cuts_of(PUBLISHED[shape].config, 32).gate_up
+@pytest.mark.parametrize(
+    ("shape", "size", "expected"),
+    [
+        ("0.5B", 8, (2, 5)),
+        ("7B", 8, (2, 2)),
+        ("14B", 8, (2, 5)),
+        ("32B", 8, (2, 5)),
+        ("0.5B", 32, (1, 8)),
+        ("7B", 32, (1, 3)),
+        ("14B", 32, (2, 4)),
+        ("32B", 32, (2, 4)),
+    ],
+)
+def test_gate_and_up_are_cut_as_was_measured(shape: str, size: int, expected: tuple[int, int]) -> None:
+    gate_up = overlapping_cuts_of(PUBLISHED[shape].config, size).gate_up
     assert gate_up is not None
     assert (gate_up.blocks, gate_up.stages) == expected
 
