@@ -39,7 +39,7 @@ from octavo.gateway.rpc.connections import (
 )
 from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.rpc.readiness import Readiness
-from octavo.gateway.rpc.server import bind, new_server
+from octavo.gateway.rpc.server import Callers, bind, new_server
 from octavo.gateway.servicers.admin import AdminServicer
 from octavo.gateway.servicers.inference import InferenceServicer
 from octavo.gateway.servicers.load import LoadServicer
@@ -237,7 +237,8 @@ class Gateway:
         interceptor = self._new_interceptor(
             self.reloader.authenticator, model=model, tracing=self._tracing, open_calls=self._endings.calls
         )
-        server = new_server(config, interceptor, max_connections=max_connections)
+        callers = Callers.ALL if address == config.front_address else Callers.EACH
+        server = new_server(config, interceptor, max_connections=max_connections, callers=callers)
         self._servers.append(server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference_servicer(), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)

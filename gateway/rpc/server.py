@@ -1,5 +1,7 @@
 """The gRPC server: its options, and the ports that it binds."""
 
+from enum import Enum
+
 import grpc
 
 from octavo.gateway.auth.tls import TlsListener
@@ -14,15 +16,25 @@ _MOST_PENDING = 1 << 14
 FEW_CONNECTIONS = 16  # of listeners that callers do not use: administration, status
 
 
-def server_options(config: GatewayConfig, *, max_connections: int) -> list[tuple[str, int]]:
+class Callers(Enum):
+    """Whose calls one connection has."""
+
+    EACH = "each"  # one caller's, who may have so many at a time and waits with the others
+    ALL = "all"  # everybody's, from the front for HTTP: to wait there would be out of every limit's and queue's sight
+
+
+def server_options(
+    config: GatewayConfig, *, max_connections: int, callers: Callers = Callers.EACH
+) -> list[tuple[str, int]]:
     """Channel arguments of gRPC's C core (grpc/impl/channel_arg_names.h). max_connections: of each address that is
-    listened at; those beyond are accepted and closed."""
+    listened at; those beyond are accepted and closed. callers: whose calls a connection has."""
     limits, connection = config.limits, config.connection
+    max_streams = limits.max_streams_per_connection if callers is Callers.EACH else _most_rpcs(config)
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_metadata_size", limits.max_metadata_bytes // 2),  # above it refusals are likely …
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),  # … and above this one certain
-        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        ("grpc.max_concurrent_streams", max_streams),
         # The client waits with calls beyond that number. The core would count ended ones that Python has not let go,
         # and reset those that take their place.
         ("grpc.http.overload_protection", 0),
@@ -47,19 +59,27 @@ def server_options(config: GatewayConfig, *, max_connections: int) -> list[tuple
     ]
 
 
+def _most_rpcs(config: GatewayConfig) -> int:
+    """That a server takes, on all connections."""
+    return config.limits.max_requests + _SPARE_RPCS
+
+
 def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
 
 def new_server(
-    config: GatewayConfig, *interceptors: grpc.aio.ServerInterceptor, max_connections: int = FEW_CONNECTIONS
+    config: GatewayConfig,
+    *interceptors: grpc.aio.ServerInterceptor,
+    max_connections: int = FEW_CONNECTIONS,
+    callers: Callers = Callers.EACH,
 ) -> grpc.aio.Server:
     """A server that is not started or bound yet. Call on the event loop that it will run on. interceptors: the
-    outermost first."""
+    outermost first. callers: whose calls a connection has."""
     server = grpc.aio.server(
         interceptors=interceptors,
-        options=server_options(config, max_connections=max_connections),
-        maximum_concurrent_rpcs=config.limits.max_requests + _SPARE_RPCS,
+        options=server_options(config, max_connections=max_connections, callers=callers),
+        maximum_concurrent_rpcs=_most_rpcs(config),
     )
     # The library waits for every registered method anew at each request. By generic handlers, which servicers have too,
     # it finds the same methods and waits for one thing.

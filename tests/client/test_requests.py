@@ -97,6 +97,13 @@ def test_an_input_that_cannot_be_sent_is_named(given: dict[str, object]) -> None
         generate_request(**given)
 
 
+@pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": None}, {"arguments": {}}, {}])
+def test_a_call_without_arguments_has_none(function: dict[str, object]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now"} | function}
+    message = chat_message({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert [each.arguments_json for each in message.tool_calls] == ["{}"]
+
+
 def test_a_message_of_the_contract_passes_as_it_is() -> None:
     message = inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_TOOL, content="c", tool_call_id="i")
     assert chat_message(message) is message

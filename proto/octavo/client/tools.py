@@ -50,7 +50,7 @@ def tool_call(call: Call) -> inference_pb2.ToolCall:
     fields = call.get("function", call)
     if not fields.get("name"):
         raise ValueError("a tool call has a name")
-    arguments = fields.get("arguments", {})
+    arguments = fields.get("arguments") or {}  # a call without arguments comes back empty from some servers
     return inference_pb2.ToolCall(id=call.get("id", ""), name=fields["name"], arguments_json=_json_text(arguments))
 
 

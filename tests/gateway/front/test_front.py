@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ CHAT = {"messages": [{"role": "user", "content": "once upon"}], "seed": 7}
 def fronted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, int]]:
     port = free_port()
     arguments = (*ORACLE, "--oracle-step-delay-s=0.005", "--gateways=2", f"--openai={port}")
+    arguments += ("--max-streams-per-connection=2",)  # of each caller's, which the front is not
     with launch(tmp_path_factory.mktemp("fronted"), *arguments) as service:
         service.wait_until_supervised()
         yield service, port
@@ -282,6 +284,24 @@ def test_a_busy_port_names_its_flag(fronted: tuple[Service, int], tmp_path: Path
     done = octavo("serve", *ORACLE, *ports, folder=tmp_path)
     assert (done.returncode, done.stderr.splitlines()[0]) == (1, f"error: port {fronted[1]} is busy")
     assert "choose another port with --openai" in done.stderr
+
+
+def test_open_streams_leave_room_for_other_calls(fronted: tuple[Service, int]) -> None:
+    """The front has one connection to each gateway."""
+    service, port = fronted
+    streams = [open_stream(port, CHAT | {"max_tokens": 1900, "seed": seed}) for seed in range(8)]
+    try:
+        most, deadline_s = 0, time.monotonic() + 5.0  # each lasts twice as long
+        while most < len(streams) and time.monotonic() < deadline_s:
+            most = max(most, sum(load.num_running + load.num_waiting for load in service.load()))
+            time.sleep(0.05)
+        assert most == len(streams), "at the worker, where limits and queues see them"
+        assert ask(port, "/v1/models")[0] == 200
+    finally:
+        for connection, answer in streams:
+            answer.close()
+            connection.close()
+    service.wait_until_idle()
 
 
 def test_slow_readers_and_many_callers_do_not_mix(fronted: tuple[Service, int]) -> None:

@@ -1,7 +1,7 @@
 """The options that the gRPC server is made with."""
 
 from octavo.gateway.config import ConnectionConfig, GatewayConfig
-from octavo.gateway.rpc.server import server_options
+from octavo.gateway.rpc.server import Callers, server_options
 from octavo.gateway.workers.config import WorkerPoolConfig
 
 
@@ -32,3 +32,14 @@ def test_every_option_of_the_connection_reaches_the_server() -> None:
     assert options["grpc.http2.settings_timeout"] == 6000
     assert options["grpc.max_connection_idle_ms"] == 7500
     assert options["grpc.max_allowed_incoming_connections"] == 9
+
+
+def test_the_fronts_connection_takes_the_calls_of_all_of_its_callers() -> None:
+    """What is beyond a connection's number waits in the client: no limit, queue or metric knows of it, and nobody
+    passes it."""
+    config = GatewayConfig(workers=WorkerPoolConfig(endpoints=()))
+    each, everybody = (
+        dict(server_options(config, max_connections=9, callers=callers))["grpc.max_concurrent_streams"]
+        for callers in Callers
+    )
+    assert each == config.limits.max_streams_per_connection < config.limits.max_requests < everybody
