@@ -7,7 +7,7 @@ any.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -201,7 +201,9 @@ class Engine:
             self._grammars.deliver(self._scheduler, self._clock())
         self._apply_drain()
         if self._scheduler.has_work and not self.stats.has_work:
-            self.stats = self._snapshot()  # should this very step hang, the watchdog must know that there was work
+            running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
+            # Should this very step hang, the watchdog must know that there was work.
+            self.stats = replace(self.stats, num_running=running, num_waiting=waiting)
         self._pipeline.launch_ahead()
         self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
         self._scheduler.index_prompts()
