@@ -39,7 +39,9 @@ REQUEST: dict[str, Any] = {
 
 
 NUM_TRACED = 8
-CLOCK = f"{ROOT}/gateway/ticker.py"  # its tasks run at intervals, whatever requests there are
+CLOCKS = tuple(  # tasks that run at intervals, whatever requests there are
+    f"{ROOT}/gateway/{name}.py" for name in ("ticker", "lasting")
+)
 SENT = (
     "WorkerLink.put"  # what the worker does behind it races with the gateway, and is on no request's way to its delta
 )
@@ -69,7 +71,7 @@ class Calls:
         code = frame.f_code
         if event == "return" and code.co_qualname == SENT:
             self._is_early_at_worker = False
-        if self._found and event == "call" and code.co_filename.startswith(OURS) and code.co_filename != CLOCK:
+        if self._found and event == "call" and code.co_filename.startswith(OURS) and code.co_filename not in CLOCKS:
             is_worker = threading.current_thread() is threading.main_thread()
             name = os.path.relpath(code.co_filename, ROOT), code.co_qualname, "worker" if is_worker else "gateway"
             self._found[-1].setdefault(name)
