@@ -69,7 +69,8 @@ def small_batch_gate_up(
 @triton.jit
 def _small_batch_product_kernel(
     y_BQ, matrix_OQ, out_BO,
-    B: tl.constexpr, O: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    B: tl.constexpr, O: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     COUNT: tl.constexpr = (Q + BLOCK - 1) // BLOCK
@@ -77,8 +78,13 @@ def _small_batch_product_kernel(
     tiles = load_rows(matrix_OQ, r, Q, BLOCK)
     wait_for_previous(PDL)
     for b in tl.static_range(B):
-        y = load_vector(y_BQ + b * Q, Q, BLOCK)
-        tl.store(out_BO + b * O + r, product(tiles, y, ROWS, BLOCK, COUNT).to(out_BO.dtype.element_ty))
+        at = out_BO + b * O + r
+        if ADD:
+            before = tl.load(at).to(tl.float32)
+        out = product(tiles, load_vector(y_BQ + b * Q, Q, BLOCK), ROWS, BLOCK, COUNT)
+        if ADD:
+            out = before + out
+        tl.store(at, out.to(out_BO.dtype.element_ty))
 
 
 def small_batch_product(
@@ -88,6 +94,19 @@ def small_batch_product(
 
     Raises ValueError where a tensor does not fit.
     """
+    _launch(y_BQ, matrix_OQ, out_BO, cut, overlap, adds=0)
+
+
+def small_batch_add_product(
+    x_BO: torch.Tensor, y_BQ: torch.Tensor, matrix_OQ: torch.Tensor, *, cut: Cut, overlap: Overlap
+) -> None:
+    """x_BO += y_BQ @ matrix_OQ^T; else as `small_batch_product`."""
+    _launch(y_BQ, matrix_OQ, x_BO, cut, overlap, adds=1)
+
+
+def _launch(
+    y_BQ: torch.Tensor, matrix_OQ: torch.Tensor, out_BO: torch.Tensor, cut: Cut, overlap: Overlap, *, adds: int
+) -> None:
     (B, Q), O, dtype = y_BQ.shape, out_BO.shape[1], y_BQ.dtype
     check_tensor("y_BQ", y_BQ, shape=(B, Q), dtype=dtype)
     check_tensor("matrix_OQ", matrix_OQ, shape=(O, Q), dtype=dtype)
@@ -95,43 +114,7 @@ def small_batch_product(
     check_size("matrix_OQ", matrix_OQ)
     rows = cut.rows_of(O)
     _small_batch_product_kernel[(O // rows,)](
-        y_BQ, matrix_OQ, out_BO, B=B, O=O, Q=Q, ROWS=rows, BLOCK=block_of(Q), PDL=overlap.value,
-        num_warps=cut.warps, launch_pdl=overlap.value,
-    )  # fmt: skip
-
-
-@triton.jit
-def _small_batch_add_product_kernel(
-    x_BD, y_BQ, matrix_DQ,
-    B: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start_next(PDL)
-    COUNT: tl.constexpr = (Q + BLOCK - 1) // BLOCK
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tiles = load_rows(matrix_DQ, r, Q, BLOCK)
-    wait_for_previous(PDL)
-    for b in tl.static_range(B):
-        at = x_BD + b * D + r
-        x = tl.load(at).to(tl.float32)
-        y = load_vector(y_BQ + b * Q, Q, BLOCK)
-        tl.store(at, (x + product(tiles, y, ROWS, BLOCK, COUNT)).to(x_BD.dtype.element_ty))
-
-
-def small_batch_add_product(
-    x_BD: torch.Tensor, y_BQ: torch.Tensor, matrix_DQ: torch.Tensor, *, cut: Cut, overlap: Overlap
-) -> None:
-    """x_BD += y_BQ @ matrix_DQ^T, in float32, rounded once. All of one dtype.
-
-    Raises ValueError where a tensor does not fit.
-    """
-    (B, D), Q, dtype = x_BD.shape, y_BQ.shape[1], x_BD.dtype
-    check_tensor("x_BD", x_BD, shape=(B, D), dtype=dtype)
-    check_tensor("y_BQ", y_BQ, shape=(B, Q), dtype=dtype)
-    check_tensor("matrix_DQ", matrix_DQ, shape=(D, Q), dtype=dtype)
-    check_size("matrix_DQ", matrix_DQ)
-    rows = cut.rows_of(D)
-    _small_batch_add_product_kernel[(D // rows,)](
-        x_BD, y_BQ, matrix_DQ, B=B, D=D, Q=Q, ROWS=rows, BLOCK=block_of(Q), PDL=overlap.value,
+        y_BQ, matrix_OQ, out_BO, B=B, O=O, Q=Q, ROWS=rows, BLOCK=block_of(Q), ADD=adds, PDL=overlap.value,
         num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip
 

@@ -183,7 +183,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_a_launcher_names_the_tensor_that_does_not_fit() -> None:
     x, down = torch.randn(1, 32, device=DEVICE), torch.randn(32, 8, device=DEVICE)
-    with pytest.raises(ValueError, match="matrix_DQ has shape"):
+    with pytest.raises(ValueError, match="matrix_OQ has shape"):
         small_batch_add_product(x, torch.randn(1, 9, device=DEVICE), down, cut=Cut(rows=2, warps=4), overlap=OVERLAP)
     with pytest.raises(ValueError, match="gate_up_ED is torch"):
         small_batch_gate_up(
