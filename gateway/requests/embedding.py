@@ -15,7 +15,7 @@ from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError,
 from octavo.gateway.requests.input_processor import BACKSTOP_S, share_of, until
 from octavo.gateway.requests.spans import Journey, trace_embeddings
 from octavo.gateway.requests.submit import Collaborators
-from octavo.gateway.requests.tracker import Place
+from octavo.gateway.requests.tracker import PreparingRequest
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.stream import Move
 from octavo.gateway.text.errors import TooManyTokens
@@ -147,12 +147,12 @@ class Embedder:
         card = self._models.card_of(request.model or scope.model, self._pool)
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         end_s = _end_s(request, scope, timeout_s)
-        with self._tracker.hold(scope) as place:
+        with self._tracker.hold(scope) as preparing:
             async with until(end_s):
                 prompts = await self._prompts(request, card, share_of(scope))
             self._tracker.reserve(scope, sum(map(len, prompts)))
             async with until(None if end_s is None else end_s + BACKSTOP_S):
-                embedded = await self._run(request, card, prompts, scope, end_s, place)
+                embedded = await self._run(request, card, prompts, scope, end_s, preparing)
             trace_embeddings(scope, card, [each.journey for each in embedded], num_tokens=sum(map(len, prompts)))
             return card, embedded
 
@@ -187,7 +187,7 @@ class Embedder:
         prompts: Sequence[np.ndarray],
         scope: RpcScope,
         end_s: float | None,
-        place: Place,
+        preparing: PreparingRequest,
     ) -> list[Embedded]:
         salt = self._prefix_salt.of(scope.caller, request.cache_salt)
         sent: list[SentInput] = []
@@ -210,7 +210,7 @@ class Embedder:
                 )
                 sent.append(await self._send(run, ids_T, card, scope, sent))
             embedded = [await each.result() for each in sent]
-            place.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
+            preparing.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded
         finally:
             for each in sent:

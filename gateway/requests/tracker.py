@@ -1,8 +1,8 @@
 """Which requests are in flight: they enter, are failed or aborted whatever they are doing, and leave, however they end.
 
-`Place` is a request that no worker has yet, `TrackedRequest` one that a worker has. Every dialect makes messages of its
-own; the loop that writes them (`stream_response`), and what is counted there, is here. Must not know what is sent to
-workers (`gateway.requests.submit`, `gateway.requests.embedding`), nor text (`gateway.requests.input_processor`).
+`PreparingRequest` is one that no worker has yet, `TrackedRequest` one that a worker has. Every dialect makes messages of
+its own; the loop that writes them (`stream_response`), and what is counted there, is here. Must not know what is sent
+to workers (`gateway.requests.submit`, `gateway.requests.embedding`), nor text (`gateway.requests.input_processor`).
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from octavo.wire.messages import ModelCard, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Of a request that no worker has yet. error: why the gateway cancelled the task. num_used_tokens: what a tenant's
+class PreparingRequest:
+    """A request that no worker has yet. error: why the gateway cancelled the task. num_used_tokens: what a tenant's
     quota is charged if the request ends here."""
 
     task: "asyncio.Task[object]"
@@ -211,7 +211,7 @@ class RequestTracker:
         self._pool = pool
         self._meters = meters
         self._by_key: dict[str, TrackedRequest] = {}
-        self._preparing: dict[str, Place] = {}
+        self._preparing: dict[str, PreparingRequest] = {}
         self._peer_of: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -225,8 +225,8 @@ class RequestTracker:
         return self._by_key.get(key)
 
     @property
-    def places(self) -> list[Place]:
-        """Of the requests that no worker has yet, and of those that their tasks do to their ends; the oldest first."""
+    def preparing(self) -> list[PreparingRequest]:
+        """The requests that no worker has yet, and those that their tasks do to their ends; the oldest first."""
         return list(self._preparing.values())
 
     def num_scheduled(self) -> int:
@@ -241,34 +241,34 @@ class RequestTracker:
             raise Draining("this gateway is shutting down")
 
     @contextmanager
-    def enter(self, scope: RpcScope, *, num_outputs: int = 1) -> Iterator[Place]:
+    def enter(self, scope: RpcScope, *, num_outputs: int = 1) -> Iterator[PreparingRequest]:
         """A place for a request: kept until `close` where the block ends well, given back where it does not. While the
         block runs `fail` cancels its task, and the block raises the error then."""
-        key, place = scope.key, Place(current_task(), scope, num_outputs)
+        key, preparing = scope.key, PreparingRequest(current_task(), scope, num_outputs)
         self.admission.enter(key, num_outputs=num_outputs)
         self._peer_of[key] = scope.peer
         self.connections.begin(scope.peer)
-        self._preparing[key] = place
+        self._preparing[key] = preparing
         try:
             self.quotas.enter(key, scope.caller, _now_ns(), num_outputs=num_outputs)
-            yield place
+            yield preparing
         except BaseException as error:
-            self._leave(key, num_used=place.num_used_tokens)
+            self._leave(key, num_used=preparing.num_used_tokens)
             if isinstance(error, TenantLimit):
                 self._meters.tenant_refusals += 1
-            if isinstance(error, asyncio.CancelledError) and place.error is not None:
-                place.task.uncancel()
-                raise place.error from None
+            if isinstance(error, asyncio.CancelledError) and preparing.error is not None:
+                preparing.task.uncancel()
+                raise preparing.error from None
             raise
         finally:
             del self._preparing[key]
 
     @contextmanager
-    def hold(self, scope: RpcScope) -> Iterator[Place]:
+    def hold(self, scope: RpcScope) -> Iterator[PreparingRequest]:
         """The same for a request that ends with the block: the place is given back in any case."""
-        with self.enter(scope) as place:
-            yield place
-        self._leave(scope.key, num_used=place.num_used_tokens)
+        with self.enter(scope) as preparing:
+            yield preparing
+        self._leave(scope.key, num_used=preparing.num_used_tokens)
 
     def place(self, scope: RpcScope, worker: WorkerView) -> None:
         """Count a request's outputs at a worker (again, after the first one left). Raises QueueFull."""

@@ -11,7 +11,7 @@ from itertools import islice
 
 import structlog
 
-from octavo.gateway.requests.tracker import Place, RequestTracker, TrackedRequest
+from octavo.gateway.requests.tracker import PreparingRequest, RequestTracker, TrackedRequest
 from octavo.gateway.watching.window import Counts, LoadWindow, ModelCounts
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.queries import WorkerLook
@@ -163,9 +163,9 @@ class OwnLoad:
                 tallies.append(tenants[tenant])
             for tally in tallies:
                 tally.add(phase)
-        for place in self._tracker.places:
+        for preparing in self._tracker.preparing:
             total.add(pb.REQUEST_PHASE_PREPARING)
-            if (tenant := place.scope.caller.tenant) is not None:
+            if (tenant := preparing.scope.caller.tenant) is not None:
                 tenants[tenant].add(pb.REQUEST_PHASE_PREPARING)
         return GatewayPart(
             window_s=window_s,
@@ -182,7 +182,7 @@ class OwnLoad:
         now_s, held = time.monotonic(), self.looks.held()
         tracked = [_request(each, held, now_s) for each in islice(self._tracker, max_requests)]
         left = max_requests - len(tracked)
-        return (*tracked, *(_place(each, now_s) for each in self._tracker.places[:left]))
+        return (*tracked, *(_preparing_part(each, now_s) for each in self._tracker.preparing[:left]))
 
 
 def _request(tracked: TrackedRequest, held: Held, now_s: float) -> RequestPart:
@@ -225,13 +225,13 @@ def _tenant_parts(tenants: dict[str, _Tally], counts: Counts) -> tuple[LoadPart,
     return tuple(sorted(parts, key=lambda part: (-part.num_in_flight, part.name))[:MAX_TENANTS])
 
 
-def _place(place: Place, now_s: float) -> RequestPart:
-    scope = place.scope
+def _preparing_part(preparing: PreparingRequest, now_s: float) -> RequestPart:
+    scope = preparing.scope
     return RequestPart(
         request_id=scope.request_id,
         phase=pb.REQUEST_PHASE_PREPARING,
         age_s=now_s - scope.started_s,
         model=scope.model,
         tenant=scope.caller.tenant or "",
-        num_outputs=place.num_outputs,
+        num_outputs=preparing.num_outputs,
     )
