@@ -12,6 +12,7 @@ important: there is no starvation either.
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,17 @@ def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[R
     return [*sorted(paused, key=lambda request: request.rank, reverse=True), *others]
 
 
+class Misfit(NamedTuple):
+    """A request that did not fit, and the blocks that there were for it."""
+
+    order: int
+    room: int
+
+    def is_proof(self, request: Request, room: int) -> bool:
+        """Whether this request does not fit now either."""
+        return request.order == self.order and room <= self.room
+
+
 class Admission:
     """Admits the head of the queue, and preempts others for it."""
 
@@ -71,8 +83,8 @@ class Admission:
         self._blocks = table.blocks
         self._block_size = table.blocks.config.block_size
         self._headroom_cap = max(1, table.blocks.config.num_blocks // 50)
-        self._refused: tuple[int, int] = (-1, 0)  # the head that did not fit, and the room there was
-        self._hopeless: tuple[int, int] = (-1, 0)  # the same with the room there would have been without others
+        self._misfit: Misfit | None = None
+        self._hopeless: Misfit | None = None  # with the room that there would have been without others
 
     def admit_head(self, in_flight: InFlight, now_s: float) -> Request | None:
         """The head of the queue with slot and blocks; None where the queue is empty or it does not fit now."""
@@ -82,7 +94,7 @@ class Admission:
         try:
             self._requests.admit(head, now_s)
         except OutOfBlocks:
-            self._refused = (head.order, self._room)
+            self._misfit = Misfit(head.order, self._room)
             if not self._requests.num_running and in_flight is InFlight.EMPTY:
                 self._requests.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
             return None
@@ -97,11 +109,11 @@ class Admission:
         if not num_running:
             return True
         room = self._room
-        if self._refused[0] == head.order and room <= self._refused[1]:
+        if self._misfit is not None and self._misfit.is_proof(head, room):
             return False
         if self._fits(head, room):
             return True
-        self._refused = (head.order, room)
+        self._misfit = Misfit(head.order, room)
         return False
 
     def _fits(self, head: Request, num_blocks: int) -> bool:
@@ -153,11 +165,11 @@ class Admission:
     def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
         num_held = sum(self._blocks.capacity(victim.held_slot) for victim in victims) // self._block_size
         room = self._room + num_held
-        if self._hopeless[0] == head.order and room <= self._hopeless[1]:
+        if self._hopeless is not None and self._hopeless.is_proof(head, room):
             return False
         if self._fits(head, room):
             return True
-        self._hopeless = (head.order, room)
+        self._hopeless = Misfit(head.order, room)
         return False
 
 

@@ -1,7 +1,7 @@
 """The queue: which requests wait, and which is next.
 
 A higher priority goes first; an aged request counts as one of the highest priority that waits. Within that, tenants
-take turns (`worker.scheduler.request_queue`), and each tenant's requests go in their order: the aged, then by
+take turns (`TenantFairness`), and each tenant's requests go in their order: the aged, then by
 priority, then as they came. A tenant keeps its turn until one of its requests is admitted, whatever room that takes; a
 request that has run before, and came earlier than the one whose turn it is, needs no turn, and passes those of its
 tenant that wait for one. With one tenant all of this is: aged first, then by priority, first come first served.
@@ -20,12 +20,10 @@ from octavo.worker.scheduler.request import Phase, Request
 from octavo.worker.scheduler.slot_state import SlotState
 
 _SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
-
-
 UNITS = 1_000_000  # that one token costs at weight 1: whole numbers, so that the order never hangs on rounding
 MAX_WEIGHT = 1000
 _NONE = -1
-_MIN_SWEEP = 64
+_MIN_SWEEP = 64  # accounts
 
 
 @dataclass(slots=True, eq=False)
