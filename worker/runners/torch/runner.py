@@ -185,7 +185,7 @@ class TorchRunnerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
+class _Unsampled:
     """A step whose forward pass is done and whose tokens are not chosen yet."""
 
     plan: StepPlan
@@ -229,7 +229,7 @@ class TorchRunner:
         self._pooler = Pooler()
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
         self._masked = MaskedSlots(max_slots=config.max_slots)
-        self._in_flight: deque[StepResult | RunnerError | _Held] = deque()
+        self._in_flight: deque[StepResult | RunnerError | _Unsampled] = deque()
         self._on_numerics = on_numerics
         self._watch: NumericsWatch | None = None
         if config.numerics_limit is not None:
@@ -245,9 +245,9 @@ class TorchRunner:
 
     def constrain(self, masks: StepMasks) -> None:
         """Choose the tokens of the newest launched step. What goes wrong is raised by its `collect`."""
-        held = self._in_flight[-1]
-        if isinstance(held, _Held):
-            step = held  # of this very type, inside the lambda too
+        unsampled = self._in_flight[-1]
+        if isinstance(unsampled, _Unsampled):
+            step = unsampled  # of this very type, inside the lambda too
             chosen = TokenMasks(index_N=masks.index_N, bits_NW=masks.bits_NW)
             self._in_flight[-1] = self._outcome(step.plan.step, lambda: self._choose(step, chosen))
 
@@ -258,7 +258,7 @@ class TorchRunner:
         outcome = self._in_flight.popleft()
         if isinstance(outcome, RunnerError):
             raise outcome
-        assert not isinstance(outcome, _Held), "this step waits for masks"
+        assert not isinstance(outcome, _Unsampled), "this step waits for masks"
         num_copied_blocks, self._num_copied_blocks = self._num_copied_blocks, 0
         copy_s, self._copy_s = self._copy_s, 0.0
         return replace(outcome, num_copied_blocks=num_copied_blocks, copy_s=copy_s) if num_copied_blocks else outcome
@@ -282,7 +282,7 @@ class TorchRunner:
         if self._watch is not None:
             self._watch.detach()
 
-    def _outcome(self, step: int, work: Callable[[], StepResult | _Held]) -> StepResult | RunnerError | _Held:
+    def _outcome(self, step: int, work: Callable[[], StepResult | _Unsampled]) -> StepResult | RunnerError | _Unsampled:
         try:
             with torch.inference_mode():
                 return work()
@@ -291,7 +291,7 @@ class TorchRunner:
         finally:
             self._report_numerics(step)
 
-    def _execute(self, plan: StepPlan) -> StepResult | _Held:
+    def _execute(self, plan: StepPlan) -> StepResult | _Unsampled:
         self._copy_out(plan.copies_out_C2)
         outcome = self._compute(plan)
         self._copy_in(plan.copies_in_C2)
@@ -319,7 +319,7 @@ class TorchRunner:
     def _ids(self, blocks_N: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(blocks_N.astype(np.int64)).to(self._model.device)
 
-    def _compute(self, plan: StepPlan) -> StepResult | _Held:
+    def _compute(self, plan: StepPlan) -> StepResult | _Unsampled:
         self._rows.apply(plan)
         for new in plan.new_requests:
             self._pooler.join(new)
@@ -338,16 +338,16 @@ class TorchRunner:
         if not len(batch.slots_S):
             return replace(empty_result(plan.step), prompt_logprobs=scores)
         hidden_SD = hidden_TD[batch.last_S] if are_all_read and batch.last_S is not None else hidden_TD
-        held = _Held(
+        unsampled = _Unsampled(
             plan=plan, batch=batch, logits_SV=self._model.logits(hidden_SD), embeddings=embeddings, scores=scores
         )
-        return held if len(self._masked.index_of(plan)) else self._choose(held, None)
+        return unsampled if len(self._masked.index_of(plan)) else self._choose(unsampled, None)
 
-    def _choose(self, held: _Held, masks: TokenMasks | None) -> StepResult:
-        batch = held.batch
-        sampled = self._rows.sampler.sample(held.logits_SV, batch.slots_S, batch.lengths_S, masks)
-        result = self._result(held.plan, batch, sampled, held.embeddings)
-        return replace(result, prompt_logprobs=held.scores)
+    def _choose(self, unsampled: _Unsampled, masks: TokenMasks | None) -> StepResult:
+        batch = unsampled.batch
+        sampled = self._rows.sampler.sample(unsampled.logits_SV, batch.slots_S, batch.lengths_S, masks)
+        result = self._result(unsampled.plan, batch, sampled, unsampled.embeddings)
+        return replace(result, prompt_logprobs=unsampled.scores)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.block_copies_C2):
