@@ -88,7 +88,7 @@ class Coalescer:
         self._now_s = now_s or time.monotonic
         self._window = (self._now_s(), self._cpu_s())
         self._waiting: dict[Notifier, None] = {}  # for the next round
-        self._ringing: dict[Notifier, None] = {}  # what is left of this one
+        self._left: dict[Notifier, None] = {}  # what is left of this one
         self._round: asyncio.Handle | None = None  # the next round, or the next part of this one
         self._due_s = 0.0  # of the round that is next, or was last
         self._interval_s = 0.0
@@ -103,7 +103,7 @@ class Coalescer:
         """Whether its reader, when it comes from a message, is to take nothing before the next round. One that was busy
         with the message while a round passed makes up for it."""
         was_missed, notifier.was_missed = notifier.was_missed, False
-        return not was_missed and (notifier in self._waiting or notifier in self._ringing)
+        return not was_missed and (notifier in self._waiting or notifier in self._left)
 
     def yield_to_call(self) -> None:
         """A call has come in: what waits for a round, and what is left of one, waits until no other call follows."""
@@ -119,7 +119,7 @@ class Coalescer:
                 notifier.notify()
                 return
             self._schedule(now_s)
-        if notifier not in self._ringing:
+        if notifier not in self._left:
             self._waiting[notifier] = None
 
     def _schedule(self, now_s: float) -> None:
@@ -136,14 +136,14 @@ class Coalescer:
             return
         if now_s - self._window[0] >= WINDOW_S:
             self._adjust(now_s)
-        if not self._ringing:
-            self._ringing, self._waiting = self._waiting, {}
-        for notifier in list(islice(self._ringing, None if is_late else ROUND_PART)):
-            del self._ringing[notifier]
+        if not self._left:
+            self._left, self._waiting = self._waiting, {}
+        for notifier in list(islice(self._left, None if is_late else ROUND_PART)):
+            del self._left[notifier]
             notifier.was_missed = not notifier.is_awaited
             notifier.notify()
-        self._round = loop.call_soon(self._notify_some) if self._ringing else None
-        if self._waiting and not self._ringing:
+        self._round = loop.call_soon(self._notify_some) if self._left else None
+        if self._waiting and not self._left:
             self._schedule(now_s)
 
     def _adjust(self, now_s: float) -> None:

@@ -111,10 +111,6 @@ class Quarantine:
         self._worker_of[output] = worker
         return output
 
-    def is_tried(self, worker: Hashable) -> bool:
-        """Whether a suspect is on probation there."""
-        return worker in self._on_probation
-
     def send_back(self, output: Hashable) -> None:
         """The worker could not take it after all: it is the first that waits again."""
         del self._on_probation[self._worker_of.pop(output)]
