@@ -1,6 +1,6 @@
 """Which requests are in flight: they enter, are failed or aborted whatever they are doing, and leave, however they end.
 
-`PreparingRequest` is one that no worker has yet, `TrackedRequest` one that a worker has. Every dialect makes messages of
+`PreparingRequest` is one that no worker has yet, `TrackedRequest` one that a worker has. Each dialect makes messages of
 its own; the loop that writes them (`stream_response`), and what is counted there, is here. Must not know what is sent
 to workers (`gateway.requests.submit`, `gateway.requests.embedding`), nor text (`gateway.requests.input_processor`).
 """

@@ -149,19 +149,17 @@ class WorkerPool:
         """That the index of prefixes takes, about."""
         return self._prefixes.num_bytes
 
-    def choose(self, model: str, prompt_ids_T: np.ndarray, salt: str) -> WorkerView:
+    def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
         """Where it costs the least (`workers.router`); while an output is on probation at a worker, another one where
-        there is one. prompt_ids_T: int32. Raises NoWorker."""
+        there is one. prompt_ids: int32 [T]. Raises NoWorker."""
         ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
         if not ready:
             raise NoWorker(model)
         ready = [record for record in ready if record.incarnation not in self._migration.on_probation] or ready
-        match = self._prefixes.match(ready, prompt_ids_T, salt)
+        match = self._prefixes.match(ready, prompt_ids, salt)
         candidates = candidates_of(ready, match, self._outputs.waiting_tokens)
         self._turn += 1
-        best, reason = choose(
-            candidates, turn=self._turn, num_tokens=len(prompt_ids_T), num_branches=match.num_branches
-        )
+        best, reason = choose(candidates, turn=self._turn, num_tokens=len(prompt_ids), num_branches=match.num_branches)
         self.stats.routed[reason.value] += 1
         record = self._registry.get(best.incarnation)
         assert record is not None
