@@ -33,6 +33,7 @@ from octavo.model.cpu.native import native_library, why_missing
 from octavo.model.dtypes import parse_dtype
 from octavo.model.errors import ConfigError
 from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
+from octavo.model.layers.linear import FormatUnavailable
 from octavo.model.numerics import NumericFinding, default_limit
 from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
@@ -63,16 +64,26 @@ log = structlog.get_logger(__name__)
 DEFAULT_BACKEND = "sdpa"
 CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
 """Powers of two: a tile of keys is as wide as a head."""
+CUDA_CAPABILITY = (8, 0)
+"""An older GPU has no products of bfloat16, and less shared memory than a tile of prompt attention takes."""
 
 
-def check_head_dim(head_dim: int, *, has_cuda_runner: bool) -> None:
-    """Raises ConfigError for heads that the CUDA kernels have no tiles for."""
-    if has_cuda_runner and head_dim not in CUDA_HEAD_DIMS:
+def check_kernels(head_dim: int, device: torch.device, *, has_cuda_runner: bool) -> None:
+    """Raises ConfigError for heads that the CUDA kernels have no tiles for, FormatUnavailable for a GPU that is too old
+    for them."""
+    if not has_cuda_runner:
+        return
+    if head_dim not in CUDA_HEAD_DIMS:
         sizes = ", ".join(map(str, CUDA_HEAD_DIMS))
         raise ConfigError(
             "head_dim",
             f"{head_dim} is none of the sizes that the CUDA kernels take ({sizes}); "
             "--attention-backend sdpa serves it on a GPU without them, slower",
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CUDA_CAPABILITY:
+        raise FormatUnavailable(
+            "the CUDA kernels need a GPU of compute capability 8.0 or more; --attention-backend sdpa serves on this "
+            "one without them, slower"
         )
 
 
@@ -227,8 +238,8 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, r
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
     model_config = load_config(folder)
     is_packed = model_config.quantization is not None
-    check_head_dim(model_config.head_dim, has_cuda_runner=has_cuda_runner)
     device, is_deterministic = torch.device(config.device), config.deterministic is Deterministic.ON
+    check_kernels(model_config.head_dim, device, has_cuda_runner=has_cuda_runner)
     check_format(wanted, device, is_packed=is_packed, has_cuda_runner=has_cuda_runner)
     check_cache_dtype(config.kv_cache_dtype, device, is_deterministic=is_deterministic)
     if device.type == "cpu":

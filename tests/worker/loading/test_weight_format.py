@@ -1,5 +1,6 @@
 """What a worker's `quantization` does to the weights."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from octavo.model.layers import linear
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.config import Deterministic, WorkerConfig
 from octavo.worker.loading.loaded import Loaded
-from octavo.worker.loading.loader import check_head_dim, load_torch
+from octavo.worker.loading.loader import check_kernels, load_torch
 from octavo.worker.loading.memory import weights_bytes
 from octavo.worker.loading.weight_format import check_format, rounding_of, with_rounding
 from tests.support.model.checkpoints import write_tiny_checkpoint
@@ -128,8 +129,18 @@ def test_heads_that_the_cuda_kernels_have_no_tiles_for_are_refused_with_what_ser
     config = WorkerConfig(model=str(folder), gateway_endpoints=(), device="cuda", deterministic=deterministic)
     with pytest.raises(ConfigError, match=r"head_dim: 48 is none of .*16, 32, 64, 128, 256.*--attention-backend sdpa"):
         load_torch(config, lambda stage, done, total: None)
-    check_head_dim(48, has_cuda_runner=False)
-    check_head_dim(64, has_cuda_runner=True)
+    check_kernels(48, torch.device("cuda"), has_cuda_runner=False)
+
+
+@pytest.mark.parametrize(("capability", "is_served"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_a_gpu_that_is_too_old_for_the_kernels_is_refused_with_what_serves_it(
+    capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    refused = pytest.raises(FormatUnavailable, match=r"compute capability 8.0 or more; --attention-backend sdpa")
+    with nullcontext() if is_served else refused:
+        check_kernels(64, torch.device("cuda"), has_cuda_runner=True)
+    check_kernels(64, torch.device("cuda"), has_cuda_runner=False)
 
 
 @pytest.mark.parametrize(
