@@ -69,8 +69,8 @@ class ServiceRecord:
 def record_of(
     address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, elsewhere: Mapping[str, str]
 ) -> ServiceRecord:
-    """Of the service that this process supervises; of its processes those that are on this host, and all gateways.
-    elsewhere: where callers reach those of other hosts now."""
+    """Of the service that this process supervises, with its processes of this host and of others. elsewhere: where
+    callers reach gateways of other hosts now."""
     return ServiceRecord(
         pid=os.getpid(),
         started_s=psutil.Process().create_time(),
@@ -89,7 +89,7 @@ def record_of(
                 is_leaving=each.is_leaving,
             )
             for each in processes
-            if (plan := each.plan).metrics_port or plan.url or plan.role is Role.GATEWAY
+            if (plan := each.plan).metrics_port or plan.url or plan.is_placed or plan.role is Role.GATEWAY
         ),
     )
 

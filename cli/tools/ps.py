@@ -143,7 +143,15 @@ def _of_models(address: str, models: Sequence[model_pb2.ModelInfo]) -> ServiceSt
 
 def _look(record: ServiceRecord, asking: ThreadPoolExecutor) -> ServiceState:
     pids = record.child_pids()
-    processes = tuple(asking.map(lambda each: _look_at(each, pids.get(each.name)), record.processes))
+    told: list[Samples] = []
+    if any(_is_worker_elsewhere(each) for each in record.processes):
+        here = [each for each in record.processes if each.role == Role.GATEWAY.value and each.metrics]
+        told += asking.map(lambda each: read_metrics(f"http://{each.metrics}/metrics"), here)
+
+    def look(each: ProcessRecord) -> ProcessState:
+        return _told_by_gateways(each, told) if _is_worker_elsewhere(each) else _look_at(each, pids.get(each.name))
+
+    processes = tuple(asking.map(look, record.processes))
     gateways = [each for each in processes if each.role == Role.GATEWAY.value]
     in_flight = [each.requests for each in gateways if each.requests is not None]
     return ServiceState(
@@ -160,6 +168,28 @@ def _look(record: ServiceRecord, asking: ThreadPoolExecutor) -> ServiceState:
 def _overall(processes: Sequence[ProcessState]) -> str:
     """ready where all are; else the state of the first that is not."""
     return next((each.state for each in processes if each.state != "ready"), "ready")
+
+
+def _is_worker_elsewhere(process: ProcessRecord) -> bool:
+    return process.is_placed and process.role == Role.WORKER.value
+
+
+def _told_by_gateways(process: ProcessRecord, told: Sequence[Samples]) -> ProcessState:
+    """A worker of another host, of which the gateways of this one tell."""
+
+    def values(name: str) -> list[float]:
+        rows = (row for samples in told for row in samples.get(name, ()))
+        return [value for labels, value in rows if labels.get("worker_id") == process.name]
+
+    up, requests = values("octavo_worker_up"), values("octavo_worker_in_flight_requests")
+    state = "draining" if process.is_leaving else "ready" if any(up) else "loading" if up else "waiting"
+    return ProcessState(
+        name=process.name,
+        role=process.role,
+        state=state,
+        model=process.model,
+        requests=int(sum(requests)) if requests else None,
+    )
 
 
 def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:

@@ -5,13 +5,15 @@ import asyncio
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from octavo.cli.serve import record
+from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.record import Listing, ProcessRecord, ServiceRecord, running_services
+from octavo.cli.serve.service import Kept
 from tests.support.waiting import until
 
 GATEWAY: dict[str, Any] = {
@@ -112,3 +114,17 @@ def test_a_full_disk_is_told_with_its_reason(folder: Path, monkeypatch: pytest.M
     assert "No space left on device" in notices[0]
     listing.put(own())
     assert addresses() == ["x:1"]
+
+
+def test_workers_on_hosts_of_a_cluster_are_listed_without_metrics() -> None:
+    """Where those are, the cluster knows; `octavo ps` asks the gateways."""
+    plans = (
+        ProcessPlan(name="gateway-0", role=Role.GATEWAY, settings={}, metrics_port=9090),
+        ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None),
+    )
+    kept = [Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None)) for plan in plans]
+    found = record.record_of("h:1", Path("/run"), kept, metrics_host="0.0.0.0", elsewhere={}).processes
+    assert [(each.name, each.model, each.metrics, each.is_placed) for each in found] == [
+        ("gateway-0", "", "127.0.0.1:9090", False),
+        ("worker-0", "m", "", True),
+    ]

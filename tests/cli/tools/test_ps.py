@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import psutil
 import pytest
 
 from octavo import Client
+from octavo.cli.serve.readiness import Samples
+from octavo.cli.serve.record import ProcessRecord, ServiceRecord
+from octavo.cli.tools import ps as ps_module
 from octavo.cli.tools.ps import HEADS, ProcessState, ServiceState, rows_of, shown_duration
 from octavo.client.errors import OctavoError
 from tests.support.services.service import Service, environment, launch, wait_for
@@ -162,6 +167,40 @@ def test_a_gateway_that_waits_for_a_host_has_no_address() -> None:
     )
     rows = rows_of(ServiceState(address="10.0.0.1:1", state="waiting", processes=processes))
     assert [row[1] for row in rows] == ["10.0.0.1:1", "10.0.0.1:1", "10.0.0.2:1", "-", "10.0.0.1:1"]
+
+
+def test_workers_of_other_hosts_are_told_by_the_gateways_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own metrics are where the cluster has put them."""
+
+    def rows(name: str, **values: float) -> Samples:
+        return {name: [({"worker_id": f"worker-{n}"}, value) for n, value in values.items()]}
+
+    pages = {
+        "http://h:1/metrics": rows("octavo_worker_up", **{"0": 1.0, "1": 0.0, "3": 1.0})
+        | rows("octavo_worker_in_flight_requests", **{"0": 2.0, "1": 0.0, "3": 1.0}),
+        "http://h:2/metrics": rows("octavo_worker_up", **{"0": 1.0})
+        | rows("octavo_worker_in_flight_requests", **{"0": 3.0}),
+    }
+    monkeypatch.setattr(ps_module, "read_metrics", lambda url: pages[url])
+    gateways = [_process(f"gateway-{n}", "gateway", metrics=f"h:{n + 1}") for n in range(2)]
+    workers = [_process(f"worker-{n}", "worker", is_placed=True, is_leaving=n == 3) for n in range(4)]
+    record = ServiceRecord(
+        pid=os.getpid(), started_s=time.time(), address="h:5", run_dir="/", processes=(*gateways, *workers)
+    )
+    with ThreadPoolExecutor() as asking:
+        found = ps_module._look(record, asking).processes[2:]
+    assert [(each.name, each.state, each.requests) for each in found] == [
+        ("worker-0", "ready", 5),
+        ("worker-1", "loading", 0),
+        ("worker-2", "waiting", None),
+        ("worker-3", "draining", 1),
+    ]
+
+
+def _process(name: str, role: str, **more: Any) -> ProcessRecord:
+    return ProcessRecord(
+        **({"name": name, "role": role, "model": "", "metrics": "", "url": "", "settings_file": "f"} | more)
+    )
 
 
 def test_durations_are_read_at_a_glance() -> None:
