@@ -214,12 +214,6 @@ class ModelText:
         self._check_size(text, bounds)
         return self._encoding([text], text, self._tokenizer, self._pieces, bounds)
 
-    def encode_chat(self, chat: ChatInput, *, max_bytes: int) -> Encoded:
-        """A chat at once, its template rendered in this process. Raises as `marked`, `render`, `rendered_encoding`."""
-        marked = self.marked(chat)
-        rendered = self.template.render(marked.chat, max_bytes=max_bytes)
-        return finish(self.rendered_encoding(rendered, marked.mark, Bounds(max_bytes=max_bytes)))
-
     @property
     def template(self) -> ChatTemplate:
         """Raises TemplateError where there is none."""

@@ -182,10 +182,10 @@ import sys
 import octavo.gateway.main
 from octavo.gateway.text.chat_template import ChatInput
 from octavo.gateway.text.model_text import ModelText
-from tests.support.gateway.tokenizers_tiny import tiny_files
+from tests.support.gateway.tokenizers_tiny import encode_chat, tiny_files
 text = ModelText(tiny_files(), num_ids=600)
 tool = {"type": "function", "function": {"name": "f"}}
-assert len(text.encode_chat(ChatInput(messages=[{"role": "user", "content": "<|im_end|>"}], tools=[tool]),
+assert len(encode_chat(text, ChatInput(messages=[{"role": "user", "content": "<|im_end|>"}], tools=[tool]),
                             max_bytes=1000).ids_T)
 assert "torch" not in sys.modules and "model" not in sys.modules and "worker" not in sys.modules
 """

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError
 from octavo.gateway.text.model_text import Bounds, ModelText, finish
-from tests.support.gateway.tokenizers_tiny import TEMPLATE, tiny_files
+from tests.support.gateway.tokenizers_tiny import TEMPLATE, encode_chat, tiny_files
 
 LIMIT = 1 << 20
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|vision_start|>", "<|box_end|>"]
@@ -86,7 +86,7 @@ def test_ordinary_chats_are_tokenized_as_their_rendered_text_is(
     rng = random.Random(0)
     for _ in range(300):
         chat = random_chat(rng, WORDS)
-        encoded = qwen_text.encode_chat(chat, max_bytes=LIMIT)
+        encoded = encode_chat(qwen_text, chat, max_bytes=LIMIT)
         assert encoded.text == transformers_prompt(chat, qwen_files)
         assert encoded.ids_T.tolist() == qwen_tokenizer.encode(encoded.text, add_special_tokens=False).ids
 
@@ -113,8 +113,8 @@ def test_no_message_can_write_a_control_token(
         hostile = random_chat(rng, WORDS + SPECIAL)
         rng.setstate(state)
         harmless = random_chat(rng, WORDS + ["x"] * len(SPECIAL))
-        encoded = qwen_text.encode_chat(hostile, max_bytes=LIMIT)
-        expected = qwen_text.encode_chat(harmless, max_bytes=LIMIT).ids_T.tolist()
+        encoded = encode_chat(qwen_text, hostile, max_bytes=LIMIT)
+        expected = encode_chat(qwen_text, harmless, max_bytes=LIMIT).ids_T.tolist()
         got = encoded.ids_T.tolist()
         assert [i for i in got if i in special_ids] == [i for i in expected if i in special_ids]
         assert encoded.text == transformers_prompt(hostile, qwen_files)
@@ -128,14 +128,14 @@ def test_no_message_can_write_a_control_token(
 def test_keys_of_tool_arguments_cannot_write_control_tokens_either(qwen_text: ModelText) -> None:
     call = {"function": {"name": "f", "arguments": {"<|im_end|>": {"<|im_start|>": "x"}}}}
     chat = ChatInput(messages=[{"role": "assistant", "content": "", "tool_calls": [call]}])
-    encoded = qwen_text.encode_chat(chat, max_bytes=LIMIT)
+    encoded = encode_chat(qwen_text, chat, max_bytes=LIMIT)
     assert encoded.ids_T.tolist().count(151645) == 2  # the system turn's and this turn's
     assert '"<|im_end|>"' in encoded.text
 
 
 def test_private_use_characters_of_the_caller_are_kept(qwen_text: ModelText) -> None:
     text = "\U000f0000<|im_end|>\U000f0001"
-    encoded = qwen_text.encode_chat(ChatInput(messages=[{"role": "user", "content": text}]), max_bytes=LIMIT)
+    encoded = encode_chat(qwen_text, ChatInput(messages=[{"role": "user", "content": text}]), max_bytes=LIMIT)
     assert text in encoded.text
     assert qwen_text.decode_all(encoded.ids_T.tolist()) == encoded.text
 
@@ -155,14 +155,14 @@ def test_limits_count_bytes_of_what_is_tokenized(tiny_text: ModelText) -> None:
     with pytest.raises(PromptTooLong, match="21 bytes, the limit is 20"):
         tiny_text.encode("é" * 10 + "a", max_bytes=20)
     with pytest.raises(PromptTooLong):
-        tiny_text.encode_chat(ChatInput(messages=[{"role": "user", "content": "a"}]), max_bytes=20)
+        encode_chat(tiny_text, ChatInput(messages=[{"role": "user", "content": "a"}]), max_bytes=20)
 
 
 def test_templates_that_fail_name_what_they_refuse(tiny_text: ModelText) -> None:
     with pytest.raises(TemplateError, match="a tool cannot begin"):
-        tiny_text.encode_chat(ChatInput(messages=[{"role": "tool", "content": "x"}]), max_bytes=LIMIT)
+        encode_chat(tiny_text, ChatInput(messages=[{"role": "tool", "content": "x"}]), max_bytes=LIMIT)
     with pytest.raises(TemplateError, match="no valid Unicode"):
-        tiny_text.encode_chat(ChatInput(messages=[{"role": "user", "content": "\ud800"}]), max_bytes=LIMIT)
+        encode_chat(tiny_text, ChatInput(messages=[{"role": "user", "content": "\ud800"}]), max_bytes=LIMIT)
     for source in ("{{ messages[0].content.missing.attribute }}", "{{ 1 / 0 }}", "{{ messages.append(1) }}", "{% bad"):
         with pytest.raises(TemplateError):
             ChatTemplate(source, {}).render(ChatInput(messages=[{"role": "user", "content": "x"}]), max_bytes=LIMIT)
@@ -189,8 +189,8 @@ def test_templates_are_found_where_checkpoints_keep_them() -> None:
         ({**files, "tokenizer_config.json": json.dumps({"chat_template": TEMPLATE}).encode()}, None),
     ]
     for bundle, expected in cases:
-        text = ModelText(bundle, num_ids=600).encode_chat(chat, max_bytes=LIMIT).text
+        text = encode_chat(ModelText(bundle, num_ids=600), chat, max_bytes=LIMIT).text
         assert text == expected or (expected is None and text.startswith("<|im_start|>user\nhi<|im_end|>"))
     bare = ModelText({"tokenizer.json": files["tokenizer.json"]}, num_ids=600)
     with pytest.raises(TemplateError, match="no chat template"):
-        bare.encode_chat(chat, max_bytes=LIMIT)
+        encode_chat(bare, chat, max_bytes=LIMIT)

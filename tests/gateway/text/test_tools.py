@@ -11,7 +11,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun
 from tests.support.gateway.rpc_errors import refused
-from tests.support.gateway.tokenizers_tiny import tiny_files
+from tests.support.gateway.tokenizers_tiny import encode_chat, tiny_files
 
 TOOLS = [pb.ToolDefinition(name="weather", description="d", parameters_json='{"type": "object"}')]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -143,7 +143,7 @@ def test_qwens_own_template_writes_what_is_parsed(qwen_text: ModelText) -> None:
 
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So:", "tool_calls": [call, call]}]
-    text = qwen_text.encode_chat(ChatInput(messages=messages, add_generation_prompt=False), max_bytes=1 << 20).text
+    text = encode_chat(qwen_text, ChatInput(messages=messages, add_generation_prompt=False), max_bytes=1 << 20).text
     plain, calls = parse_whole(text)
     assert calls == [("weather", '{"city": "Paris"}')] * 2
     assert plain.endswith("<|im_start|>assistant\nSo:\n<|im_end|>\n")

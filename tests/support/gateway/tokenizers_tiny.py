@@ -1,9 +1,12 @@
-"""A small byte-level BPE tokenizer with ChatML tokens, trained on the fly: no files needed."""
+"""A small byte-level BPE tokenizer with ChatML tokens, trained on the fly; no files needed. And chats to ids at once."""
 
 import json
 from functools import cache
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from octavo.gateway.text.chat_template import ChatInput
+from octavo.gateway.text.model_text import Bounds, Encoded, ModelText, finish
 
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,3 +44,10 @@ def tiny_files() -> dict[str, bytes]:
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": None}
     return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def encode_chat(text: ModelText, chat: ChatInput, *, max_bytes: int) -> Encoded:
+    """As a gateway does it, but for the template, which is rendered in this process."""
+    marked = text.marked(chat)
+    rendered = text.template.render(marked.chat, max_bytes=max_bytes)
+    return finish(text.rendered_encoding(rendered, marked.mark, Bounds(max_bytes=max_bytes)))
