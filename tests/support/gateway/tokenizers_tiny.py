@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with ChatML tokens, trained on the fly; no files needed. And chats to ids at once."""
+"""A small byte-level BPE tokenizer with ChatML tokens, trained on the fly: no files needed; and chats to ids."""
 
 import json
 from functools import cache
