@@ -76,6 +76,8 @@ def explain(error: BaseException) -> CliError:
         if kind.__name__ in _KNOWN:
             what, change = _KNOWN[kind.__name__]
             return CliError(what, str(error) or name, change)
+    if isinstance(error, OSError) and "temporary directory" in (error.strerror or ""):  # tempfile's
+        return CliError("there is no folder for temporary files", str(error.strerror), "name one with TMPDIR")
     if isinstance(error, OSError) and error.strerror:
         return CliError(error.strerror.lower(), str(error.filename or error), REPORT)
     if isinstance(error, ModuleNotFoundError):

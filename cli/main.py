@@ -54,9 +54,17 @@ def octavo(
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run a command and exit with its code; errors in three lines on stderr."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         _print_what_can_be(stream)
     sys.exit(main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a stream that its parent closed (`<&-`), which no library expects."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (with the lowest number that is free: its own)
 
 
 def _print_what_can_be(stream: object) -> None:

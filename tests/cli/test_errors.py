@@ -28,6 +28,12 @@ def lines(error: BaseException) -> tuple[str, str, str]:
     return explained.what, explained.numbers, explained.change
 
 
+def test_no_folder_for_temporary_files_names_the_variable() -> None:
+    error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    explained = explain(error)
+    assert (explained.numbers, explained.change) == (error.strerror, "name one with TMPDIR")
+
+
 def test_an_error_that_comes_in_three_parts_stays_as_it_is() -> None:
     parts = ("it does not fit", "5.2 GiB > 5.0 GiB", "try --memory-fraction 0.95")
     assert lines(DoesNotFit(*parts)) == parts

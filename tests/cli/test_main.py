@@ -272,3 +272,17 @@ def test_a_terminal_without_unicode_gets_question_marks_not_an_error() -> None:
     variables = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("1 ? 2 ?\n", "", 0)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_error(closed: str, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    program = (
+        "import sys, octavo.cli.main as cli\n"
+        "def main(_):\n"
+        "    print('a'); print('b', file=sys.stderr); sys.stdin.read()\n"
+        f"    open({str(seen)!r}, 'w').write(str([each.fileno() for each in (sys.stdin, sys.stdout, sys.stderr)]))\n"
+        "cli.main = main; cli.run([])"
+    )
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program], timeout=60, check=False)
+    assert (done.returncode, seen.read_text()) == (0, "[0, 1, 2]")
