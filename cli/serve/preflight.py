@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
+from octavo.cli.serve.combinations import check_combinations
 from octavo.cli.serve.ports import free_port
 from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
@@ -330,6 +331,7 @@ def check_names(models: Sequence[str]) -> None:
 def _check_models(known: Sequence[str], settings: ServeSettings | WorkerSettings) -> None:
     """Settings that go with each other, and with these models. Raises CliError, CheckpointError, CardError."""
     check_numbers(settings)
+    check_combinations(settings)
     check_names(settings.model)
     for model in known:
         _check_cut(check_model(model, settings), model, settings)

@@ -79,7 +79,7 @@ class ModelSettings(Settings):
         None,
         "CPU threads of each rank; unset: the cores that a worker may use, divided among its ranks, and by "
         "`octavo serve` among a model's workers on the CPU",
-        panel="Model", ge=1,
+        panel="Model", ge=1, le=1024,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
         1,

@@ -39,6 +39,7 @@ from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.wire.host import usable_cores
 from octavo.worker.config import CheckNumerics, Deterministic, LoadFormat, SchedulerConfig, WorkerConfig
+from octavo.worker.loading.combinations import why_not_deterministic
 from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
@@ -216,12 +217,18 @@ def check_deterministic(config: WorkerConfig) -> None:
     """Raises InvarianceUnavailable for settings that deterministic mode excludes."""
     if config.deterministic is Deterministic.OFF:
         return
-    if config.attention_backend is not None or config.check_numerics is CheckNumerics.ON:
-        raise InvarianceUnavailable("deterministic mode goes with no --attention-backend and no --check-numerics")
-    if torch.device(config.device).type == "cuda" and not wants_cuda_runner(config):
-        raise InvarianceUnavailable("deterministic mode on a GPU needs triton")
-    if torch.device(config.device).type == "cuda" and config.quantization is not None:
-        raise InvarianceUnavailable("deterministic mode on a GPU is for plain weights: no --quantization")
+    device = torch.device(config.device).type
+    why = why_not_deterministic(
+        device,
+        attention_backend=config.attention_backend,
+        is_checking_numerics=config.check_numerics is CheckNumerics.ON,
+        dtype=config.dtype,
+        quantization=config.quantization,
+    )
+    if why is None and device == "cuda" and not wants_cuda_runner(config):
+        why = "deterministic mode on a GPU needs triton"
+    if why is not None:
+        raise InvarianceUnavailable(why)
 
 
 def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:

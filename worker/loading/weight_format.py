@@ -12,6 +12,7 @@ from octavo.model.cpu.products import multiplies_integers
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.model.quantization.rounding import FP8
 from octavo.model.quantization.settings import GroupSettings
+from octavo.worker.loading.combinations import why_no_cache_format, why_no_format
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
@@ -39,8 +40,8 @@ def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool,
         raise FormatUnavailable(f"the checkpoint is quantised already: leave out --quantization {wanted.value}")
     if wanted is not WeightFormat.FP8:
         return
-    if device.type != "cuda":
-        raise FormatUnavailable("fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes")
+    if (why := why_no_format(device.type, quantization=wanted.value)) is not None:
+        raise FormatUnavailable(why)
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
 
@@ -63,8 +64,9 @@ def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_de
     """Raises FormatUnavailable, ValueError."""
     if cache_dtype(kv_cache_dtype) is None:
         return
-    if is_deterministic:
-        raise FormatUnavailable("deterministic mode keeps keys and values in the model's dtype: no --kv-cache-dtype")
+    why = why_no_cache_format(kv_cache_dtype=kv_cache_dtype, is_deterministic=is_deterministic)
+    if why is not None:
+        raise FormatUnavailable(why)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise FormatUnavailable("an fp8 KV cache needs a GPU of compute capability 8.9 or more")
 
