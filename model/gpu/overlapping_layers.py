@@ -40,6 +40,9 @@ LEAST_LIMITED, MOST_AT_ONCE, LEAST_STAGES = 32, 3, 3
 stages then, it has room for all of them at once: those of a second turn would fetch nothing meanwhile."""
 WIDE_DOWN = OverlappingCut(outputs=64, tokens=128, blocks=1, stages=8)
 """Of more rows than 64, where a small matrix has about all of its splits at once."""
+WIDE_HIDDEN = 3_584
+LARGE_TILE = OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, warps=8)
+"""Of more rows than 64, where a matrix has tiles enough for most of a device in one split or a few."""
 NUMBER_BYTES = 2
 TILES_OF_MANY = (
     OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
@@ -127,10 +130,13 @@ def head_cut(num_rows: int) -> OverlappingCut:
 
 
 def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """`all_cuts_of`, where a library is not faster; sums of 128 rows are cut as many times as a device holds."""
+    """`all_cuts_of`, where a library is not faster. Of 128 rows, and of more than 64 in wide models, sums are cut
+    as many times as a device holds."""
     cuts = all_cuts_of(config, size)
     if size <= 64:
         return cuts
+    if config.hidden_size >= WIDE_HIDDEN:
+        return _wide_cuts_of(config, size)
     if size > 128:
         return replace(cuts, gate_up=None, down=None)
     wanted = Splits.of(config.hidden_size, config.intermediate_size).count
@@ -138,6 +144,18 @@ def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
     if 1 < wanted <= splits + 1:
         return replace(cuts, down=replace(WIDE_DOWN, splits=splits))
     return replace(cuts, down=None)
+
+
+def _wide_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
+    """The fastest for a rank of two of 32B (bench/RESULTS.md); gate and up are a library's."""
+
+    def at_once(cut: OverlappingCut, num_outputs: int) -> OverlappingCut:
+        return replace(cut, splits=max(1, MULTIPROCESSORS // cut.num_tiles(size, num_outputs)))
+
+    D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
+    if size > 128:
+        return OverlappingCuts(qkv=at_once(WIDE_DOWN, heads * config.head_dim), output=at_once(LARGE_TILE, D))
+    return OverlappingCuts(output=at_once(WIDE_DOWN, D), down=at_once(LARGE_TILE, D))
 
 
 def fits_overlapping(config: ModelConfig, weight: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.kernels.products.overlapping import BLOCK
+from octavo.model.parallel import config_of_rank
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MOST_SHARED_BYTES = 232_448
@@ -31,6 +32,7 @@ CONFIG = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "head_dim": 64}
+WIDE = {"hidden_size": 3584, "intermediate_size": 4736, "num_attention_heads": 28, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize("size", OVERLAPPING_SIZES)
@@ -85,14 +87,32 @@ def test_gate_and_up_are_cut_as_was_measured(shape: str, size: int, expected: tu
     assert (gate_up.blocks, gate_up.stages) == expected
 
 
-def test_the_room_is_enough_for_every_product() -> None:
-    config, room = PUBLISHED["0.5B"].config, overlapping_room(PUBLISHED["0.5B"].config, "meta")
-    for size in OVERLAPPING_SIZES:
-        for down in (all_cuts_of(config, size).down, overlapping_cuts_of(config, size).down):
-            if down is None:  # a library's
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("shape", ["7B", "14B", "32B", "72B"])
+def test_products_of_wide_models_and_many_rows_are_one_turn_of_the_device(shape: str, num_ranks: int) -> None:
+    config = config_of_rank(PUBLISHED[shape].config, num_ranks)
+    for size in (128, 256):
+        cuts = overlapping_cuts_of(config, size)
+        assert cuts.gate_up is None
+        for name, num_inputs in (("output", config.num_attention_heads * config.head_dim), ("down", 0)):
+            cut = getattr(cuts, name)
+            if cut is None:
                 continue
-            assert room.parts.numel() >= down.part_elements(size, config.hidden_size)
-            assert len(room.arrived) >= down.num_tiles(size, config.hidden_size)
+            assert cut.num_tiles(size, config.hidden_size) * cut.splits <= 132 or cut.splits == 1
+            assert cut.ends(num_inputs or config.intermediate_size)
+            assert (cut.outputs + cut.tokens) * cut.blocks * BLOCK * 2 * cut.stages < MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("shape", ["0.5B", "7B", "32B"])
+def test_the_room_is_enough_for_every_product(shape: str) -> None:
+    config, room = PUBLISHED[shape].config, overlapping_room(PUBLISHED[shape].config, "meta")
+    for size in OVERLAPPING_SIZES:
+        for cuts in (all_cuts_of(config, size), overlapping_cuts_of(config, size)):
+            for cut in (cuts.down, cuts.output):
+                if cut is None:  # a library's
+                    continue
+                assert room.parts.numel() >= cut.part_elements(size, config.hidden_size)
+                assert len(room.arrived) >= cut.num_tiles(size, config.hidden_size)
 
 
 def test_without_such_a_device_no_batch_size_is_tried_this_way() -> None:
@@ -105,7 +125,7 @@ def test_without_such_a_device_no_batch_size_is_tried_this_way() -> None:
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")
-@pytest.mark.parametrize("changes", [{}, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("changes", [{}, QWEN3, WIDE], ids=["qwen2", "qwen3", "wide"])
 @pytest.mark.parametrize(("size", "num_rows"), [(8, 2), (8, 3), (16, 16), (32, 20), (64, 64), (128, 100), (256, 256)])
 def test_logits_are_those_of_the_way_by_a_library(size: int, num_rows: int, changes: dict[str, object]) -> None:
     config = ModelConfig.from_dict(CONFIG | changes)
