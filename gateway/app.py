@@ -105,7 +105,7 @@ class Gateway:
         )
         self.collector = GatewayCollector(
             self.meters,
-            lambda: getattr(self.pool, "stats", None),
+            self.pool.stats,
             reloads=self.reloader.reloads,
             connections=self._limiter,
             spans=None if tracing is None else tracing.counts,

@@ -36,7 +36,7 @@ def serve(kind: str, pipe: Connection) -> None:
     for n in range(4):
         meters.of_model(f"model-{n}")
     stats = PoolStats()
-    registry = registry_of(GatewayCollector(meters, lambda: stats))
+    registry = registry_of(GatewayCollector(meters, stats))
     if kind == "ours":
         pipe.send(MetricsEndpoint("127.0.0.1:0", registry).port)
     else:

@@ -106,7 +106,7 @@ class GatewayCollector(Collector):
     def __init__(
         self,
         meters: GatewayMeters,
-        stats: Callable[[], PoolStats | None],
+        stats: PoolStats,
         *,
         reloads: Mapping[tuple[str, str], int] | None = None,
         connections: ConnectionLimiter | None = None,
@@ -135,9 +135,7 @@ class GatewayCollector(Collector):
         yield from self._of_process()
         yield from self._of_models()
         yield from self._of_workers()
-        stats = self._stats()
-        if stats is not None:
-            yield from _of_stats(stats)
+        yield from _of_stats(self._stats)
 
     def _of_process(self) -> Iterator[Metric]:
         meters = self._meters

@@ -39,7 +39,7 @@ def series_names(families: Iterable[Metric]) -> set[str]:
 def gateway_series() -> set[str]:
     """What a gateway exports."""
     connections = ConnectionLimiter(ConnectionLimits(total=1, per_peer=1), ConnectionsInUse())
-    collector = GatewayCollector(GatewayMeters(), PoolStats, connections=connections)
+    collector = GatewayCollector(GatewayMeters(), PoolStats(), connections=connections)
     return series_names(registry_of(collector).collect())
 
 

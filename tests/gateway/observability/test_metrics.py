@@ -26,8 +26,7 @@ def series(collector: GatewayCollector, name: str) -> Series:
 
 @pytest.fixture
 def collector() -> GatewayCollector:
-    stats = PoolStats()
-    return GatewayCollector(GatewayMeters(), lambda: stats)
+    return GatewayCollector(GatewayMeters(), PoolStats())
 
 
 @pytest.mark.parametrize(
@@ -45,9 +44,7 @@ def test_every_label_value_is_there_at_zero(collector: GatewayCollector, name: s
 
 def test_the_first_loss_is_an_increase(collector: GatewayCollector) -> None:
     before = series(collector, "octavo_gateway_workers_lost_total")
-    stats = collector._stats()
-    assert stats is not None
-    stats.workers_lost["WORKER_LOST"] += 1
+    collector._stats.workers_lost["WORKER_LOST"] += 1
     after = series(collector, "octavo_gateway_workers_lost_total")
     assert after.keys() == before.keys()
     assert {labels: after[labels] - before[labels] for labels in after if after[labels] != before[labels]} == {

@@ -13,6 +13,7 @@ from octavo.gateway.config import Exposure, RequestLimits
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.rpc.addresses import AddressError, check_exposure, is_local, split_host_port
+from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import WorkerState
 from octavo.v1 import admin_pb2, common_pb2, model_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -281,7 +282,7 @@ async def test_metrics_reconcile_with_what_callers_saw(serve: Any) -> None:
 
 
 def test_a_worker_that_left_is_shown_as_down_and_old_ones_are_forgotten() -> None:
-    collector = GatewayCollector(GatewayMeters(), lambda: None)
+    collector = GatewayCollector(GatewayMeters(), PoolStats())
 
     def up() -> dict[str, float]:
         (family,) = [family for family in collector.collect() if family.name == "octavo_worker_up"]
