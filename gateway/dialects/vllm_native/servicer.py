@@ -9,7 +9,12 @@ import grpc
 
 from octavo.gateway.dialects.unserved import check_request_ids, tell_silent
 from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model_info, reason_of, server_info
-from octavo.gateway.dialects.vllm_native.translate import check_one_output, in_callers_names, translate
+from octavo.gateway.dialects.vllm_native.translate import (
+    check_known,
+    check_one_output,
+    in_callers_names,
+    translate,
+)
 from octavo.gateway.errors import InvalidRequest, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
@@ -111,20 +116,24 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.ServerInfo:
         """All workers behind this gateway as one rank."""
+        check_known(request)
         return server_info(self._pool.workers(), instance_id=self._control.peers.gateway_id)
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.ModelInfo:
         """Of the model that the metadata or the port name, else of the only one."""
+        check_known(request)
         card = self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
         return model_info(card, has_text=bool(self._models.token_texts(card)))
 
     async def Shutdown(self, request: vllm.ShutdownRequest, context: Context) -> vllm.ShutdownResponse:
         """Every gateway drains, then the service ends."""
+        check_known(request)
         tell_silent(context, (await self._control.drain(None)).silent)
         return vllm.ShutdownResponse()
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests, at whichever gateways they are."""
+        check_known(request)
         check_request_ids(request.request_ids)
         tell_silent(context, await self._control.cancel_all(request.request_ids, current_rpc.get().caller))
         return vllm.AbortResponse()
@@ -133,14 +142,17 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
         self, request: vllm.GetKvEventSourcesRequest, context: Context
     ) -> vllm.GetKvEventSourcesResponse:
         """None."""
+        check_known(request)
         return vllm.GetKvEventSourcesResponse()
 
     async def IsPaused(self, request: vllm.IsPausedRequest, context: Context) -> vllm.IsPausedResponse:
         """Never: a service that takes nothing new is draining, and ends."""
+        check_known(request)
         return vllm.IsPausedResponse(paused=False)
 
     async def IsSleeping(self, request: vllm.IsSleepingRequest, context: Context) -> vllm.IsSleepingResponse:
         """Never."""
+        check_known(request)
         return vllm.IsSleepingResponse(sleeping=False)
 
 

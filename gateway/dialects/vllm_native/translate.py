@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from google.protobuf.message import Message
+
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.validation.fields import raise_if_any, unset_choice
@@ -77,6 +79,11 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     except InvalidRequest as error:
         raise in_callers_names(error) from None
     return translated
+
+
+def check_known(message: Message) -> None:
+    """Raises InvalidRequest for fields that this definition of the contract does not have."""
+    raise_if_any(unserved(message, _REFUSED))
 
 
 def check_one_output(request: vllm.GenerateRequest) -> None:

@@ -261,6 +261,15 @@ OFFERED = {"GetServerInfo", "GetModelInfo", "Shutdown", "Abort", "GetKvEventSour
 METHODS = vllm.DESCRIPTOR.services_by_name["Control"].methods_by_name
 
 
+@pytest.mark.parametrize("method", sorted(OFFERED))
+async def test_a_later_field_is_refused_and_nothing_is_done(serve: Any, method: str) -> None:
+    """GetModelInfo of a named model is not that of ours, a Shutdown with conditions no drain."""
+    ask = getattr(vllm, METHODS[method].input_type.name).FromString(b"\xfa\x01\x01a")  # field 31
+    async with serve(FakePool(views=[worker_view("w1")])) as served:
+        assert (await refused(getattr(control(served), method)(ask))).fields == ("#31",)
+        assert not served.gateway.tracker.is_draining
+
+
 @pytest.mark.parametrize("method", sorted(set(METHODS) - OFFERED))
 async def test_what_is_not_offered_is_unimplemented(serve: Any, method: str) -> None:
     ask = getattr(vllm, METHODS[method].input_type.name)()
