@@ -23,7 +23,7 @@ class OnDevice:
 
 @pytest.mark.parametrize(
     ("is_hopper", "version", "expected"),
-    [(True, "3.6.0", True), (False, "3.6.0", False), (True, "3.7.0", False)],
+    [(True, "3.6.0", True), (True, "3.7.1", True), (False, "3.7.1", False), (True, "3.8.0", False)],
 )
 def test_a_devices_own_kernels_serve_unasked(
     is_hopper: bool, version: str, expected: bool, monkeypatch: pytest.MonkeyPatch
