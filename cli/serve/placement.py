@@ -108,7 +108,7 @@ def why_no_room(need: Need, hosts: Sequence[Host], num_workers: int) -> str | No
     where = f"the cluster's {_hosts(len(hosts))}"
     if room == 0:
         return f"a worker needs {need} on one host, and none of {where} has that"
-    return f"{num_workers} workers need {need} each, and {where} hold {room} of them"
+    return f"{num_workers} workers need {need} each, and {where} hold{'s' * (len(hosts) == 1)} {room} of them"
 
 
 def room_beside_gateways(hosts: Sequence[Host], is_away: Sequence[bool], need: Need, num_gateways: int) -> list[Host]:

@@ -98,6 +98,9 @@ def test_a_group_is_whole_on_one_host() -> None:
     assert why_no_room(Need(gpus=2, cpus=2), hosts, 5) == (
         "5 workers need 2 GPUs and 2 CPUs each, and the cluster's 5 hosts hold 4 of them"
     )
+    assert why_no_room(Need(gpus=0, cpus=2), [{"CPU": 8.0}], 30) == (
+        "30 workers need 2 CPUs each, and the cluster's 1 host holds 4 of them"
+    )
 
 
 def test_gateways_leave_workers_as_much_as_they_can() -> None:
