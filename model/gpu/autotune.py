@@ -40,12 +40,12 @@ WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
-KERNELS = 6
+KERNELS = 7
 """One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
 again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
 too. 4: those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut
 another way, and one row may take those that overlap. 6: rows stand at a context when they are timed; programs without a
-part of a context end at once."""
+part of a context end at once. 7: gate and up of few rows sum the norm's squares first."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 

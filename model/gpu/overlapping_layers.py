@@ -44,6 +44,8 @@ WIDE_HIDDEN = 3_584
 LARGE_TILE = OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, warps=8)
 """Of more rows than 64, where a matrix has tiles enough for most of a device in one split or a few."""
 NUMBER_BYTES = 2
+NARROW_INPUTS = 1024
+"""Of a matrix of which a program of half a multiprocessor holds nearly all inputs at once."""
 TILES_OF_MANY = (
     OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
     OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, group=16, warps=8),
@@ -54,7 +56,7 @@ TILES_OF_MANY = (
 ENOUGH_PROGRAMS = 100
 """Of an H100's 132 multiprocessors: tiles that would leave more of them idle are too large."""
 HEAD_TILES = (
-    (8, OverlappingCut(outputs=128, tokens=8, blocks=2, stages=4)),
+    (8, OverlappingCut(tokens=8, blocks=2, stages=4)),
     (32, OverlappingCut(outputs=128, tokens=32, blocks=2, stages=4)),
     (128, OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, warps=8)),
 )
@@ -92,7 +94,10 @@ def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
     is_large = 2 < num_programs(2 * I, D, tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
-    if size == 8:
+    if size == 8 and D <= NARROW_INPUTS and num_programs(2 * I, D, tokens=size) <= 2 * MULTIPROCESSORS:
+        # Pairs of programs that have nearly all of their weights on the way.
+        gate_up = cut(2 * I, D, SHARED_BYTES // 2 - BYTES_BESIDE, tokens=size, blocks=2)
+    elif size == 8:
         room = SHARED_BYTES // MOST_AT_ONCE - BYTES_BESIDE if is_large else WHOLE_BYTES
         gate_up = cut(2 * I, D, room, tokens=size, blocks=2, outputs=128)
     elif size > 128:

@@ -168,7 +168,7 @@ def _enqueue(
     parts, arrived = (out_TO, out_TO) if room is None else (room.parts, room.arrived)
     parts = parts if scale_T is None else scale_T
     overlapping_product_kernel[(cut.num_tiles(T, len(weight_OK)) * cut.splits,)](
-        weights, by_blocks(x_TK, [cut.blocks, cut.tokens]), out_TO, parts, arrived, T, eps,
+        weights, by_blocks(x_TK, [cut.blocks, cut.tokens]), x_TK, out_TO, parts, arrived, T, eps,
         O=O, K=K, OUTPUTS=cut.outputs, TOKENS=cut.tokens, BLOCKS=cut.blocks, STAGES=cut.stages, SPLITS=cut.splits,
         TURNS=cut.turns, GROUP=cut.group, THEN=then, WARPS=cut.warps, PDL=overlap.value, num_warps=cut.warps,
         launch_pdl=overlap.value,

@@ -22,6 +22,8 @@ BLOCK = 64
 """Inputs of a block: 128 bytes, which the copy engine can spread over the banks."""
 SHARED_NUMBERS = gl.constexpr(8192)
 """Of a tile: the programs of so large a one add its splits up together, of a smaller one the last to arrive does."""
+EARLY_TOKENS, EARLY_INPUTS = gl.constexpr(16), gl.constexpr(1024)
+"""Of a tile at most, and of a row: registers hold them, and their squares are summed before the first product."""
 
 
 @gluon.jit
@@ -30,6 +32,20 @@ def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexp
         async_load(w_desc, [block, 0, output, 0], bar, w_smem, pred=has)
     else:
         async_load(w_desc, [block, output, 0], bar, w_smem, pred=has)
+
+
+@gluon.jit
+def _squares_of(x_TK, token, T, K: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    # By column of a block, block after block.
+    t = token + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
+    k = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    is_in = (t < T)[:, None] & (k >= 0)[None, :]
+    squares = gl.zeros([TOKENS, 64], gl.float32, LAYOUT)
+    for block in gl.static_range(K // 64):
+        at = x_TK + t.to(gl.int64)[:, None] * K + block * 64 + k[None, :]
+        x = gl.load(at, mask=is_in, other=0.0).to(gl.float32)
+        squares += x * x
+    return squares
 
 
 @gluon.jit
@@ -65,7 +81,7 @@ def _add_parts(
 
 @gluon.jit(do_not_specialize=["T"])
 def overlapping_product_kernel(
-    w_desc, x_desc, out_TO, parts, arrived, T, eps,
+    w_desc, x_desc, x_TK, out_TO, parts, arrived, T, eps,
     O: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, THEN: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr,
@@ -79,7 +95,9 @@ def overlapping_product_kernel(
     EACH: gl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS
     gl.static_assert(STAGES > 1 or EACH == 1, "a stage is filled again one round after it was read")
     # Beside other arithmetic in the loop, ptxas lets products run into the next round only one by one (C7515).
-    PENDING: gl.constexpr = 0 if IS_GATE and not HAS_SCALE else (BLOCKS if BLOCKS < 7 else 7)
+    IS_SUMMED_EARLY: gl.constexpr = IS_GATE and not HAS_SCALE and TOKENS <= EARLY_TOKENS and K <= EARLY_INPUTS
+    HAS_SQUARES: gl.constexpr = IS_GATE and not HAS_SCALE and not IS_SUMMED_EARLY
+    PENDING: gl.constexpr = 0 if HAS_SQUARES else (BLOCKS if BLOCKS < 7 else 7)
     dtype: gl.constexpr = w_desc.dtype
     # The programs of a tile, which may wait for one another, stand side by side: they are started together.
     tile = gl.program_id(0) // SPLITS
@@ -129,7 +147,8 @@ def overlapping_product_kernel(
         before = gl.load(out_at, mask=mask, other=0.0)
 
     row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    HAS_SQUARES: gl.constexpr = IS_GATE and not HAS_SCALE
+    if IS_SUMMED_EARLY:
+        squares = _squares_of(x_TK, token, T, K, TOKENS, row_layout)
     if HAS_SQUARES:
         squares = gl.zeros([TOKENS, 64], gl.float32, row_layout)
     acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
