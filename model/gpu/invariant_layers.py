@@ -152,15 +152,15 @@ class InvariantLayers:
     def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, part_SW: torch.Tensor) -> None:
         """Final norm and head of x_TD[index_S] (int32), this rank's columns."""
         weights = self.weights
-        rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
-        self.project(hidden_SD, part_SW)
+        rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps, overlap=self.overlap)
+        self.project(hidden_SD, part_SW, self.overlap)
 
-    def project(self, hidden_SD: torch.Tensor, part_SW: torch.Tensor) -> None:
+    def project(self, hidden_SD: torch.Tensor, part_SW: torch.Tensor, overlap: Overlap = Overlap.NONE) -> None:
         """The head alone, of any number of rows; this rank's columns."""
         head_VD = self.weights.head_VD
         if self._has_head and len(hidden_SD):
             cut = head_cut(len(hidden_SD))
-            overlapping_product(hidden_SD, head_VD, part_SW, None, cut=cut, overlap=Overlap.NONE)
+            overlapping_product(hidden_SD, head_VD, part_SW, None, cut=cut, overlap=overlap)
         else:
             invariant_product(hidden_SD, head_VD, part_SW, self.part)
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from octavo.model.kernels.checks import check_tensor, next_power_of_2
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 SCALED_TOKENS = 4  # a warp for each
 
@@ -64,18 +65,28 @@ def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -
 
 
 @triton.jit
-def _rms_norm_kernel(x_TD, index_S, weight_D, out_SD, eps, D: tl.constexpr, WIDTH: tl.constexpr):
+def _rms_norm_kernel(
+    x_TD, index_S, weight_D, out_SD, eps, D: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    start_next(PDL)
     s = tl.program_id(0)
-    t = tl.load(index_S + s).to(tl.int64)
     d = tl.arange(0, WIDTH)
-    x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     weight = tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    t = tl.load(index_S + s).to(tl.int64)
+    x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     out = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)) * weight
     tl.store(out_SD + s.to(tl.int64) * D + d, out.to(out_SD.dtype.element_ty), mask=d < D)
 
 
 def rms_norm(
-    x_TD: torch.Tensor, index_S: torch.Tensor, weight_D: torch.Tensor, out_SD: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    index_S: torch.Tensor,
+    weight_D: torch.Tensor,
+    out_SD: torch.Tensor,
+    eps: float,
+    *,
+    overlap: Overlap = Overlap.NONE,
 ) -> None:
     """out_SD[s] = RMSNorm of x_TD[index_S[s]] (arXiv:1910.07467), computed in float32. index_S: int32.
 
@@ -86,7 +97,10 @@ def rms_norm(
     check_tensor("index_S", index_S, shape=(S,), dtype=torch.int32)
     check_tensor("weight_D", weight_D, shape=(D,), dtype=out_SD.dtype)
     check_tensor("out_SD", out_SD, shape=(S, D), dtype=out_SD.dtype)
-    _rms_norm_kernel[(S,)](x_TD, index_S, weight_D, out_SD, eps, D=D, WIDTH=next_power_of_2(D), num_warps=4)
+    _rms_norm_kernel[(S,)](
+        x_TD, index_S, weight_D, out_SD, eps, D=D, WIDTH=next_power_of_2(D), PDL=overlap.value, num_warps=4,
+        launch_pdl=overlap.value,
+    )  # fmt: skip
 
 
 def rms_scale_reference(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
