@@ -143,7 +143,8 @@ class InvariantLayers:
         scale_T = self.buffers.scale_T[:num_tokens] if num_tokens > max(OVERLAPPING_SIZES) else None
         if scale_T is not None and gate_up.TILES.fit(gate_up_ED):
             overlapping_scale(x_TD, scale_T, eps)
-            gate_up.gate_up_product(x_TD, gate_up_ED, scale_T, act_TI)
+            tiles = gate_up.tiles_of(num_tokens, gate_up_ED)
+            gate_up.gate_up_product(x_TD, gate_up_ED, scale_T, act_TI, tiles)
         else:
             overlapping_gate_up(
                 x_TD, gate_up_ED, act_TI, eps, cut=replace(cut, turns=1), overlap=self.overlap, scale_T=scale_T

@@ -5,8 +5,9 @@ that is an eighth of a prompt's time. Here a tile has a gate column and its up c
 activation is written. The matrix, gate's rows before up's, is read as [2, I, D]: a tile of it is outputs of both
 halves, side by side on the wide side of one instruction.
 
-    programs stay, one on each multiprocessor, and go from tile to tile: the next tile's inputs are on their way while
-    this one's activation is computed. Within a group of token tiles, outputs change slowly: weights stay in the cache.
+    programs stay, one or two on each multiprocessor, and go from tile to tile: the next tile's inputs are on their way
+    while this one's activation is computed. Within a group of token tiles, outputs change slowly: weights stay in the
+    cache.
 
 Legend: T tokens · I intermediate dim · D model dim. Must not know: layers.
 """
@@ -23,13 +24,13 @@ from octavo.model.kernels.checks import check_tensor
 
 LEAST_TOKENS = 1024
 """From here on it beats a library's product and `silu_mul`, for every shape that was measured (bench/RESULTS.md)."""
-INTERPRETED_PROGRAMS = 3  # where there is no device to ask
+INTERPRETED_MULTIPROCESSORS = 3  # where there is no device to ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateUpTiles:
     """Tokens and outputs (of gate, and as many of up) of a tile, inputs taken at once, token tiles of a group; a
-    program's warps and stages."""
+    program's warps and stages, and programs of a multiprocessor."""
 
     tokens: int = 128
     outputs: int = 128
@@ -37,6 +38,7 @@ class GateUpTiles:
     group: int = 16
     warps: int = 8
     stages: int = 3
+    programs: int = 1
 
     def fit(self, gate_up_ED: torch.Tensor) -> bool:
         """Whether they divide the matrix."""
@@ -44,6 +46,11 @@ class GateUpTiles:
 
 
 TILES = GateUpTiles()
+FEW_TILES = (
+    (1.5, GateUpTiles(tokens=64, outputs=64, warps=4, stages=4, programs=2)),
+    (3, GateUpTiles(outputs=64, warps=4, stages=4)),
+)
+"""For so few turns of `TILES` on each multiprocessor at most, which smaller ones divide better."""
 
 
 def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
@@ -56,6 +63,13 @@ def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
         and TILES.fit(gate_up_ED)
         and torch.cuda.get_device_capability(gate_up_ED.device) == (9, 0)
     )
+
+
+def tiles_of(num_tokens: int, gate_up_ED: torch.Tensor) -> GateUpTiles:
+    """The faster ones for so many tokens (bench/RESULTS.md); the bits do not depend on it."""
+    num_tiles = triton.cdiv(num_tokens, TILES.tokens) * (len(gate_up_ED) // (2 * TILES.outputs))
+    turns = num_tiles / _num_multiprocessors(gate_up_ED.device)
+    return next((tiles for most, tiles in FEW_TILES if turns <= most), TILES)
 
 
 def gate_up_product_reference(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
@@ -91,10 +105,9 @@ def _gate_up_product_kernel(
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
-    """One for each multiprocessor."""
+def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
+        return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -118,7 +131,7 @@ def gate_up_product(
     if not tiles.fit(gate_up_ED):
         raise ValueError(f"gate_up_ED has shape {tuple(gate_up_ED.shape)}, which {tiles} do not divide")
     num_tiles = triton.cdiv(T, tiles.tokens) * (I // tiles.outputs)
-    programs = min(_num_programs(x_TD.device), num_tiles)
+    programs = min(tiles.programs * _num_multiprocessors(x_TD.device), num_tiles)
     _gate_up_product_kernel[(programs,)](
         TensorDescriptor(x_TD, [T, D], [D, 1], [tiles.tokens, tiles.inputs]),
         TensorDescriptor(gate_up_ED, [2, I, D], [I * D, D, 1], [2, tiles.outputs, tiles.inputs]),

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from bench.shapes import PUBLISHED
+from octavo.model.kernels.products import gate_up
 from octavo.model.kernels.products.gate_up import (
     LEAST_TOKENS,
     TILES,
@@ -12,6 +14,7 @@ from octavo.model.kernels.products.gate_up import (
     gate_up_product,
     gate_up_product_reference,
     is_faster,
+    tiles_of,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,6 +63,19 @@ def test_gate_up_product_equals_its_reference(T: int, D: int, I: int, dtype: tor
 )
 def test_the_tiles_that_serve_equal_the_reference(T: int, D: int, I: int, dtype: torch.dtype) -> None:
     check(T, D, I, dtype, TILES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "T", "tokens", "outputs"),
+    [("0.5B", 512, 64, 64), ("0.5B", 1024, 128, 64), ("0.5B", 2048, 128, 128), ("7B", 512, 128, 128)],
+)
+def test_few_turns_are_divided_into_smaller_tiles(
+    shape: str, T: int, tokens: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_up, "_num_multiprocessors", lambda device: 132)
+    config = PUBLISHED[shape].config
+    tiles = tiles_of(T, torch.empty(2 * config.intermediate_size, config.hidden_size, device="meta"))
+    assert (tiles.tokens, tiles.outputs) == (tokens, outputs)
 
 
 def test_a_token_that_is_not_finite_spoils_no_other() -> None:

@@ -18,7 +18,7 @@ import triton
 from octavo.model.gpu.overlapping_layers import TILES_OF_MANY
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
-from octavo.model.kernels.products.gate_up import gate_up_product
+from octavo.model.kernels.products import gate_up
 from octavo.model.kernels.products.invariant import Splits, invariant_add_product, invariant_product, part_elements
 from octavo.model.kernels.products.overlapping import (
     ADD,
@@ -69,8 +69,8 @@ def tiles(*shape):
 
 rows = (2, outputs // 2) if then == 2 else (outputs,)
 types = dict(
-    w_desc=tiles(blocks, *rows, 64), x_desc=tiles(blocks, tokens, 64), out_TO="*bf16", parts="*fp32", arrived="*i32",
-    T="i32", eps="fp32",
+    w_desc=tiles(blocks, *rows, 64), x_desc=tiles(blocks, tokens, 64), x_TK="*bf16", out_TO="*bf16", parts="*fp32",
+    arrived="*i32", T="i32", eps="fp32",
 )
 constants = dict(
     O=640, K=1024, OUTPUTS=outputs, TOKENS=tokens, BLOCKS=blocks, STAGES=stages, SPLITS=splits, TURNS=1, GROUP=16,
@@ -205,8 +205,21 @@ def test_gate_and_up_of_the_fast_mode_have_the_same_bits(T: int) -> None:
     overlapping_gate_up(x, weight, few, 1e-6, cut=CUTS[0], overlap=Overlap.DEPENDENT)
     scale_T = torch.full((T,), float("nan"), device="cuda")
     overlapping_scale(x, scale_T, 1e-6)
-    gate_up_product(x, weight, scale_T, many)
-    assert torch.equal(many, few)
+    for tiles in (gate_up.TILES, *(tiles for _, tiles in gate_up.FEW_TILES)):
+        gate_up.gate_up_product(x, weight, scale_T, many.fill_(float("nan")), tiles)
+        assert torch.equal(many, few)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("T", [1, 7, 100])
+def test_squares_summed_first_have_the_bits_of_those_summed_beside_the_products(T: int) -> None:
+    torch.manual_seed(12)
+    x, weight = draw(T, 896) * 3, draw(2 * 4864, 896) * 896**-0.5
+    beside, first = (torch.full((T, 4864), float("nan"), device="cuda", dtype=DTYPE) for _ in range(2))
+    overlapping_gate_up(x, weight, beside, 1e-6, cut=OverlappingCut(tokens=64), overlap=Overlap.DEPENDENT)
+    for cut in (OverlappingCut(tokens=8, stages=6), OverlappingCut(outputs=128, tokens=8, stages=5), OverlappingCut()):
+        overlapping_gate_up(x, weight, first.fill_(float("nan")), 1e-6, cut=cut, overlap=Overlap.DEPENDENT)
+        assert torch.equal(first, beside)
 
 
 @pytest.mark.sanitize(only=lambda T: T == 17)
