@@ -21,7 +21,7 @@ from octavo.model.kernels.attention.invariant_ring import ring_kernel, write_hea
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
 from octavo.model.kernels.precompile import is_compiling
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = 256
 """Of a chunk of a context."""
 TILE = 128
 ROOMS = 3
