@@ -23,7 +23,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.weights import GpuWeights
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
+from octavo.worker.runners.cuda.graph_runner import TIMED_CONTEXT, Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
@@ -49,7 +49,9 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
     """By mode and name. Both modes read the same weights, pool and rows."""
     bench = Bench(shape)
     fast = bench.decode, bench.mixed
+    bench.state.position_R[bench.state.scratch_row] = TIMED_CONTEXT
     bench.decode.autotuner.choose({batch for batch, _ in DECODES}, bench.decode.run)
+    bench.state.position_R[bench.state.scratch_row] = 0
     invariant = InvariantDecodeStep(
         bench.decode.weights, bench.state, bench.kv, max_batch=len(bench.decode.rows_B),
         vocab_size=min(NUM_IDS, bench.config.vocab_size),
