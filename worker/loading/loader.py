@@ -31,9 +31,7 @@ from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.cpu.native import native_library, why_missing
 from octavo.model.dtypes import parse_dtype
-from octavo.model.errors import ConfigError
 from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
-from octavo.model.layers.linear import FormatUnavailable
 from octavo.model.numerics import NumericFinding, default_limit
 from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
@@ -52,6 +50,7 @@ from octavo.worker.loading.weight_format import (
     cache_dtype,
     check_cache_dtype,
     check_format,
+    check_kernels,
     described_bits,
     rounding_of,
     rounding_of_cache,
@@ -63,29 +62,6 @@ from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 log = structlog.get_logger(__name__)
 
 DEFAULT_BACKEND = "sdpa"
-CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Powers of two: a tile of keys is as wide as a head."""
-CUDA_CAPABILITY = (8, 0)
-"""An older GPU has no products of bfloat16, and less shared memory than a tile of prompt attention takes."""
-
-
-def check_kernels(head_dim: int, device: torch.device, *, has_cuda_runner: bool) -> None:
-    """Raises ConfigError for heads that the CUDA kernels have no tiles for, FormatUnavailable for a GPU that is too old
-    for them."""
-    if not has_cuda_runner:
-        return
-    if head_dim not in CUDA_HEAD_DIMS:
-        sizes = ", ".join(map(str, CUDA_HEAD_DIMS))
-        raise ConfigError(
-            "head_dim",
-            f"{head_dim} is none of the sizes that the CUDA kernels take ({sizes}); "
-            "--attention-backend sdpa serves it on a GPU without them, slower",
-        )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CUDA_CAPABILITY:
-        raise FormatUnavailable(
-            "the CUDA kernels need a GPU of compute capability 8.0 or more; --attention-backend sdpa serves on this "
-            "one without them, slower"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,5 +1,5 @@
-"""Weights and a KV cache of fewer bits: what the settings ask for, whether the device has it, and how a model that is
-rounded so differs in its fingerprint.
+"""Weights and a KV cache of fewer bits: what the settings ask for, whether the device has it and kernels for the model,
+and how a model that is rounded so differs in its fingerprint.
 
 Answers before anything is loaded: knows no weights.
 """
@@ -9,11 +9,16 @@ import hashlib
 import torch
 
 from octavo.model.cpu.products import multiplies_integers
+from octavo.model.errors import ConfigError
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.model.quantization.rounding import FP8
 from octavo.model.quantization.settings import GroupSettings
 from octavo.worker.loading.combinations import why_no_cache_format, why_no_format
 
+CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Powers of two: a tile of keys is as wide as a head."""
+CUDA_CAPABILITY = (8, 0)
+"""An older GPU has no products of bfloat16, and less shared memory than a tile of prompt attention takes."""
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
 
@@ -44,6 +49,25 @@ def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool,
         raise FormatUnavailable(why)
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
+
+
+def check_kernels(head_dim: int, device: torch.device, *, has_cuda_runner: bool) -> None:
+    """Raises ConfigError for heads that the CUDA kernels have no tiles for, FormatUnavailable for a GPU that is too old
+    for them."""
+    if not has_cuda_runner:
+        return
+    if head_dim not in CUDA_HEAD_DIMS:
+        sizes = ", ".join(map(str, CUDA_HEAD_DIMS))
+        raise ConfigError(
+            "head_dim",
+            f"{head_dim} is none of the sizes that the CUDA kernels take ({sizes}); "
+            "--attention-backend sdpa serves it on a GPU without them, slower",
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CUDA_CAPABILITY:
+        raise FormatUnavailable(
+            "the CUDA kernels need a GPU of compute capability 8.0 or more; --attention-backend sdpa serves on this "
+            "one without them, slower"
+        )
 
 
 def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:

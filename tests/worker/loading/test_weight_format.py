@@ -13,9 +13,9 @@ from octavo.model.layers import linear
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.config import Deterministic, WorkerConfig
 from octavo.worker.loading.loaded import Loaded
-from octavo.worker.loading.loader import check_kernels, load_torch
+from octavo.worker.loading.loader import load_torch
 from octavo.worker.loading.memory import weights_bytes
-from octavo.worker.loading.weight_format import check_format, rounding_of, with_rounding
+from octavo.worker.loading.weight_format import check_format, check_kernels, rounding_of, with_rounding
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
 
