@@ -17,7 +17,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from octavo.model.kernels.small_batch.launch import MAX_WARPS
-from tests.support.worker.compiled import CASES, pretend, start
+from tests.support.worker.compiled import CASES, HEADS_OF_64, pretend, start
+
+SHAPES = {
+    "short rows": HEADS_OF_64 | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
+    "heads of 256": HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 4},
+}
+"""Beside compiled.py's cases."""
 
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (12, 0): 99 << 10}
 """That a program may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
@@ -58,7 +64,8 @@ def main() -> None:
     capability = int(major), int(minor)
     shared_bytes = SHARED_BYTES[capability]
     np.random.seed(0)
-    start(pretend(launches, capability=capability, shared_bytes=shared_bytes), **CASES[sys.argv[2]])
+    case: dict[str, Any] = {"shape": SHAPES[sys.argv[2]]} if sys.argv[2] in SHAPES else CASES[sys.argv[2]]
+    start(pretend(launches, capability=capability, shared_bytes=shared_bytes), **case)
     num_kernels = len(launches.kernels)
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
         faults = list(pool.map(fault_of, range(num_kernels), [shared_bytes] * num_kernels))
