@@ -21,6 +21,7 @@ from octavo.cli.serve.autoscale import AutoscalePolicy, Course, demand_of, steer
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.service import Kept, Notice, Service, Stage
 from octavo.cli.settings.model_names import name_of_model
+from octavo.client.options import NO_PROXY
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.validation.fields import check
 from octavo.v1 import admin_pb2 as pb
@@ -217,7 +218,7 @@ async def follow_load(fleet: Fleet, policy: AutoscalePolicy, address: str, notic
     told = ""
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async with grpc.aio.insecure_channel(address) as channel:
+            async with grpc.aio.insecure_channel(address, options=[NO_PROXY]) as channel:
                 stub = load_pb2_grpc.LoadServiceStub(channel)
                 async for snapshot in stub.WatchLoad(load_pb2.WatchLoadRequest(interval_s=LOOK_S)):
                     for model, size in fleet.sizes().items():

@@ -19,11 +19,12 @@ from octavo.cli.serve.summary import ModelSummary, ServiceSummary
 from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.client.errors import OctavoError
+from octavo.client.options import NO_PROXY
 from octavo.v1 import model_pb2
 
 POLL_S = 0.1
-IMPATIENT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))
-"""Options of a client that waits for a server to start."""
+IMPATIENT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100), NO_PROXY)
+"""Options of a client that waits for a server of this host to start."""
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -65,18 +66,22 @@ def answers_http(url: str) -> bool:
     """Whether a front is there. It is one of ours, on this machine: nobody vouches for its certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
-        with opener.open(f"{url}/health", timeout=2.0) as response:
+        with _opener(context).open(f"{url}/health", timeout=2.0) as response:
             return bool(response.status == 200)
     except (OSError, http.client.HTTPException):
         return False
 
 
+def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
+    """For pages of this host, whatever proxies the environment names."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+
+
 def read_metrics(url: str) -> Samples:
-    """The samples of a /metrics page by name; empty where it does not answer."""
+    """The samples of a /metrics page of this host by name; empty where it does not answer."""
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as response:
+        with _opener().open(url, timeout=2.0) as response:
             text = response.read().decode()
     except (OSError, urllib.error.URLError):
         return {}

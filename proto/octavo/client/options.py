@@ -4,6 +4,7 @@ A refusal before the first message (no worker yet, queue full) is retried by the
 that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has begun it is never replayed.
 """
 
+import contextlib
 import ipaddress
 import json
 from collections.abc import Sequence
@@ -43,14 +44,29 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
 )
 
 
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+
+
 def channel_options(extra: Sequence[tuple[str, str | int]] = ()) -> list[tuple[str, str | int]]:
     """Our options, overridden by the caller's."""
     return list((dict(CHANNEL_OPTIONS) | dict(extra)).items())
 
 
-def _dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, list[tuple[str, str | int]]]:
+def _is_of_this_host(target: str) -> bool:
+    """Whether the target is this host by loopback. No proxy reaches that, though `http_proxy` names one for all that
+    `no_proxy` leaves out."""
+    host = target.rpartition("/")[2].rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:")
+    host = host.removeprefix("[").removesuffix("]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, list[tuple[str, str | int]]]:
     """The target as gRPC takes it, and the options. Several addresses with commas between are gateways of one service:
     calls go to those that answer, in turns. Raises ValueError for names among them: only one is looked up."""
+    if all(map(_is_of_this_host, target.split(","))):
+        extra = [NO_PROXY, *extra]
     if "," not in target:
         return target, channel_options(extra)
     if not target.startswith(("ipv4:", "ipv6:")):
@@ -70,7 +86,7 @@ def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.Channel:
     """A channel to the target; in plain text without credentials. Raises ValueError."""
-    target, options = _dialled(target, extra)
+    target, options = dialled(target, extra)
     if credentials is None:
         return grpc.insecure_channel(target, options)
     return grpc.secure_channel(target, credentials, options)
@@ -80,7 +96,7 @@ def open_aio_channel(
     target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.aio.Channel:
     """The same for asyncio."""
-    target, options = _dialled(target, extra)
+    target, options = dialled(target, extra)
     if credentials is None:
         return grpc.aio.insecure_channel(target, options)
     return grpc.aio.secure_channel(target, credentials, options)
