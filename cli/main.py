@@ -1,55 +1,16 @@
-"""The command `octavo`: which commands there are, and how their errors look.
+"""The process of the command `octavo`: its streams, its exit code, and how its errors look.
 
-Every command imports what it needs when it runs, so that --help is quick and a gateway never sees torch.
+Imports next to nothing before it runs: a Ctrl-C while modules are imported is one like any other.
 """
 
+import errno
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-
-from octavo.cli.bench import commands as bench_commands
-from octavo.cli.client import commands as client_commands
 from octavo.cli.errors import INTERRUPTED, CliError
-from octavo.cli.explain import explain, show_error
-from octavo.cli.help import PlainGroup
-from octavo.cli.serve import commands as serve_commands
-from octavo.cli.settings.setting import DEBUG_VARIABLE
-from octavo.cli.tools import commands as tools_commands
-
-app = typer.Typer(
-    name="octavo",
-    cls=PlainGroup,
-    help="Serves Qwen2.5 and Qwen3 over gRPC from paged memory.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for module in (serve_commands, client_commands, bench_commands, tools_commands):
-    module.register(app)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(f"octavo {version('octavo')}")  # noqa: T201
-        raise typer.Exit
-
-
-@app.callback()
-def octavo(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (before or after the command).")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Serves Qwen2.5 and Qwen3 over gRPC from paged memory."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +18,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         _print_what_can_be(stream)
-    sys.exit(main(sys.argv[1:] if arguments is None else arguments))
+    _leave_a_removed_folder()
+    sys.exit(_flushed(main(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _open_closed_streams() -> None:
@@ -73,11 +35,35 @@ def _print_what_can_be(stream: object) -> None:
         stream.reconfigure(errors="replace")
 
 
+def _leave_a_removed_folder() -> None:
+    """Nothing can be loaded from a working directory that somebody removed: libraries (MKL) end the process there."""
+    try:
+        os.getcwd()
+    except OSError:
+        os.chdir("/")
+
+
+def _flushed(code: int) -> int:
+    """The exit code once all is written. Python, which would do it later, ends with two lines of its own and 120 where
+    that cannot be. A reader that has gone (`| head`) had what it wanted."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if error.errno != errno.EPIPE:
+                code = code or _fail(error)
+    return code
+
+
 def main(arguments: Sequence[str]) -> int:
     """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
-    if "--debug" in arguments:
-        os.environ[DEBUG_VARIABLE] = "1"
     try:
+        from octavo.cli.app import app
+        from octavo.cli.settings.setting import DEBUG_VARIABLE
+
+        if "--debug" in arguments:
+            os.environ[DEBUG_VARIABLE] = "1"
         code = app([each for each in arguments if each != "--debug"], standalone_mode=False, prog_name="octavo")
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -87,6 +73,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _fail(error: Exception) -> int:
+    from octavo.cli.explain import explain, show_error
+    from octavo.cli.settings.setting import DEBUG_VARIABLE
+
     if type(error).__name__ == "Abort":  # typer's: an interrupted prompt
         return INTERRUPTED
     if type(error).__name__ == "NoArgsIsHelpError":

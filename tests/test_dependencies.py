@@ -164,7 +164,7 @@ def test_what_only_an_extra_brings_is_not_needed_to_start(repository: Path, proj
     modules = {module for module, owners in packages_by_module().items() if names(owners) & optional}
     assert {"triton", "smg_grpc_proto"} <= modules
     hidden = "".join(f"sys.modules[{module!r}] = None; " for module in sorted(modules))
-    modules = "octavo.cli.main, octavo.gateway.main, octavo.worker.main, octavo.worker.loading.loader"
+    modules = "octavo.cli.app, octavo.gateway.main, octavo.worker.main, octavo.worker.loading.loader"
     code = f"import sys; {hidden}import {modules}, octavo.model.verify.verify"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, timeout=300, check=False,

@@ -258,7 +258,7 @@ def test_of_the_wire_the_model_knows_only_which_files_a_checkpoint_may_have(repo
         ("octavo.v1.inference_pb2_grpc", {"torch", "zmq"}),
         ("octavo", {"torch", "zmq", "transformers", "msgspec"}),
         # Each process of a service waits for what the command line imports; a worker then for torch, before all else.
-        ("octavo.cli.main", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2", "psutil", "google.protobuf"}),
+        ("octavo.cli.app", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2", "psutil", "google.protobuf"}),
         ("octavo.cli.serve.preflight", {"torch", "numpy", "grpc", "structlog", "jinja2", "prometheus_client"}),
         ("octavo.cli.settings.worker_config", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2"}),
         ("octavo.cli.serve.serve", {"torch", "numpy", "jinja2", "prometheus_client", "grpc_health.v1"}),

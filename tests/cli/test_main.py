@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from typer.main import get_command
 
-from octavo.cli.main import app, main
+from octavo.cli.app import app
+from octavo.cli.main import main
 from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, AllSettings
 from octavo.cli.settings.setting import flag_of, help_of, variable_of
 from octavo.v1 import model_pb2
@@ -286,3 +287,46 @@ def test_a_stream_that_is_closed_is_no_error(closed: str, tmp_path: Path) -> Non
     )
     done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program], timeout=60, check=False)
     assert (done.returncode, seen.read_text()) == (0, "[0, 1, 2]")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
+def test_a_full_disk_behind_stdout_is_one_error(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "octavo.cli.main", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0], len(done.stderr.splitlines())) == (
+        1,
+        "error: the disk is full",
+        3,
+    )
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "config", "show"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        process.wait(60)
+
+
+def test_a_working_directory_that_was_removed_is_left(tmp_path: Path) -> None:
+    program = "import os; import octavo.cli.main as cli; cli.main = lambda _: print(os.getcwd()); cli.run([])"
+    command = f'cd {tmp_path} && mkdir gone && cd gone && rmdir ../gone && exec "$0" -P -c "$1"'
+    done = subprocess.run(["sh", "-c", command, sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("/\n", "", 0)
+
+
+def test_ctrl_c_while_modules_are_imported_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "octavo.cli.main", "ps"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 130)

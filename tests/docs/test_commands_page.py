@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from octavo.cli.main import app
+from octavo.cli.app import app
 from tests.docs.blocks import blocks_of
 from tests.support.services.service import Service, environment, free_port, launch
 

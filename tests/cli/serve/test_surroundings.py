@@ -1,4 +1,4 @@
-"""`octavo serve` in surroundings that a developer's machine does not have: it serves, or says in one sentence why not."""
+"""`octavo serve` in surroundings that no developer has: it serves, or says in one sentence why not."""
 
 import signal
 import subprocess

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.cli.main import app
+from octavo.cli.app import app
 from octavo.cli.tools.sizing import GIB, PUBLISHED, Asked, size
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.kv_pool import kv_block_bytes

@@ -225,7 +225,7 @@ def test_nobody_asks(variables: dict[str, str]) -> None:
 
 def test_without_being_asked_no_process_imports_opentelemetry() -> None:
     code = (
-        "import sys; import octavo.cli.main, octavo.gateway.main, octavo.worker.main;"
+        "import sys; import octavo.cli.app, octavo.gateway.main, octavo.worker.main;"
         "from octavo.gateway.observability.tracing import start_tracing; assert start_tracing({}) is None;"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )

@@ -1,0 +1,44 @@
+"""The commands of `octavo`: which there are.
+
+Every command imports what it needs when it runs, so that --help is quick and a gateway never sees torch.
+"""
+
+from typing import Annotated
+
+import typer
+
+from octavo.cli.bench import commands as bench_commands
+from octavo.cli.client import commands as client_commands
+from octavo.cli.help import PlainGroup
+from octavo.cli.serve import commands as serve_commands
+from octavo.cli.tools import commands as tools_commands
+
+app = typer.Typer(
+    name="octavo",
+    cls=PlainGroup,
+    help="Serves Qwen2.5 and Qwen3 over gRPC from paged memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (serve_commands, client_commands, bench_commands, tools_commands):
+    module.register(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (before or after the command).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serves Qwen2.5 and Qwen3 over gRPC from paged memory."""
