@@ -133,6 +133,14 @@ class InternalDefect(RequestError):
     """A defect of ours; the log has its traceback."""
 
 
+def defect_of(error: BaseException) -> InternalDefect:
+    """For what is no Exception, so that whoever takes all of those takes it too: libraries in Rust raise their panics
+    so (pyo3), for instance where no thread can be started."""
+    defect = InternalDefect(f"{type(error).__name__}: {error}")
+    defect.__cause__ = error
+    return defect
+
+
 class Retry(Enum):
     """Whether a refusal carries `grpc-retry-pushback-ms`."""
 

@@ -59,7 +59,9 @@ class ServedModels:
         except UnsupportedTokenizer as error:
             self._texts[key] = error
             log.error("tokenizer_refused", model=model, reason=str(error), served="token ids only")
-        except Exception as error:  # after a defect of ours the model must not stay "loading"
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # after a defect of ours, or a panic, the model must not stay "loading"
             self._texts[key] = UnsupportedTokenizer("the tokenizer could not be loaded")
             log.error("tokenizer_failed", model=model, exc_info=error)
         finally:

@@ -36,6 +36,8 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
     drained_code = EXIT_DRAINED if has_supervisor() else 0
     die_with_supervisor()
+    # Before numpy is imported, which would start a thread for each core: a gateway multiplies no matrices.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from octavo.cli.serve.preflight import warn_of_variables
     from octavo.cli.settings.gateway_config import check_access, gateway_config
     from octavo.gateway.main import main

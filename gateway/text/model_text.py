@@ -9,6 +9,7 @@ Thread-safe; its methods take long for long texts, so callers on an event loop g
 """
 
 import json
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from octavo.gateway.text.errors import PromptTooLong, TemplateError, TooManyToke
 from octavo.gateway.text.pieces import ByteTable, TextPieces, byte_level_config
 from octavo.gateway.text.service import STEP_BYTES, Steps
 from octavo.gateway.text.tool_calls import CLOSE, OPEN
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""Texts are tokenized one by one in our own threads; a pool of the library, a thread for each core, would idle."""
 
 T = TypeVar("T")
 MAX_DECODED_BYTES = 1 << 30

@@ -176,6 +176,21 @@ def test_several_gateways_share_one_port_and_strangers_do_not(tmp_path: Path) ->
                 assert third.wait(20) == 1
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_tokenizing_starts_no_threads_of_the_library() -> None:
+    program = """
+import os
+from octavo.gateway.text.model_text import ModelText
+from tests.support.gateway.tokenizers_tiny import tiny_files
+before = len(os.listdir("/proc/self/task"))
+text = ModelText(tiny_files(), num_ids=600)
+assert len(text.encode("one two three", max_bytes=1000).ids_T)
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    kept = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    subprocess.run([sys.executable, "-c", program], env=kept, timeout=120, check=True)
+
+
 def test_rendering_a_chat_brings_no_torch_into_the_process() -> None:
     program = """
 import sys

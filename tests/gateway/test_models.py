@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from octavo.gateway import models as models_module
 from octavo.gateway.errors import InvalidRequest, ModelNotFound
 from octavo.gateway.models import KEPT_S, ServedModels
 from octavo.gateway.text.errors import TextQueueFull, UnsupportedTokenizer
@@ -40,6 +41,18 @@ async def test_a_tokenizer_that_cannot_be_used_is_said_so_every_time_and_the_mod
     for _ in range(2):
         with pytest.raises(UnsupportedTokenizer, match="WordPiece"):
             models.text_of(model_card())
+
+
+async def test_a_panic_while_a_tokenizer_is_loaded_leaves_no_model_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise BaseException("no thread")  # as libraries in Rust raise it, of a class of their own
+
+    monkeypatch.setattr(models_module, "ModelText", panic)
+    models = ServedModels()
+    models.on_model(model_card(), tiny_files())
+    await models.close()
+    with pytest.raises(UnsupportedTokenizer, match="could not be loaded"):
+        models.text_of(model_card())
 
 
 async def test_names_are_resolved() -> None:

@@ -120,7 +120,7 @@ class GrammarCompiler:
             on_outcome(self.cache.get(grammar) or self._compile(grammar))
         except GrammarRefused as refusal:
             on_outcome(refusal)
-        except Exception as error:  # a defect here or in the library: it fails this request alone
+        except BaseException as error:  # a defect here, or a panic of the library: of this request alone
             on_outcome(refused(f"{type(error).__name__}: {error}"))
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:

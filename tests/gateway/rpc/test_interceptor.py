@@ -26,11 +26,18 @@ async def counted(meters: GatewayMeters) -> None:
             await asyncio.sleep(0.002)
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it (pyo3)."""
+
+
 class Crashing(grpc.GenericRpcHandler):
     """A service whose methods are named after what they do."""
 
     async def raises(self, request: bytes, context: Any) -> bytes:
         raise RuntimeError("secret")
+
+    async def panics(self, request: bytes, context: Any) -> bytes:
+        raise Panic("secret")
 
     async def raises_cancelled(self, request: bytes, context: Any) -> bytes:
         raise asyncio.CancelledError
@@ -69,6 +76,10 @@ class Crashing(grpc.GenericRpcHandler):
     async def generator_has_a_defect(self, request: bytes, context: Any) -> Any:
         yield b"one"
         raise RuntimeError("secret")
+
+    async def generator_panics(self, request: bytes, context: Any) -> Any:
+        yield b"one"
+        raise Panic("secret")
 
     async def generator_raises_cancelled(self, request: bytes, context: Any) -> Any:
         yield b"one"
@@ -120,7 +131,7 @@ async def crashing(tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["raises", "raises_cancelled", "is_cancelled_from_inside", "waits_in_finally"]
+    "name", ["raises", "panics", "raises_cancelled", "is_cancelled_from_inside", "waits_in_finally"]
 )  # fmt: skip
 async def test_defects_are_internal_with_our_trailer_and_no_secret(crashing: Any, name: str) -> None:
     channel, meters = crashing
@@ -310,7 +321,8 @@ async def test_metadata_above_the_limit_is_refused_before_a_message_comes(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["generator_has_a_defect", "generator_raises_cancelled", "generator_is_cancelled_from_inside"]
+    "name",
+    ["generator_has_a_defect", "generator_panics", "generator_raises_cancelled", "generator_is_cancelled_from_inside"],
 )
 async def test_defects_of_generators_are_internal_after_what_they_sent(crashing: Any, name: str) -> None:
     channel, meters = crashing

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from octavo.gateway.errors import InternalDefect
 from octavo.gateway.text.errors import TextQueueFull
 from octavo.gateway.text.service import STEP_BYTES, FairQueue, Share, Steps, TextService
 
@@ -176,3 +177,17 @@ async def test_closing_cancels_what_waits(gate: Gate) -> None:
     assert [type(each) for each in await asyncio.gather(first, second, return_exceptions=True)] == [
         asyncio.CancelledError
     ] * 2
+
+
+async def test_a_panic_of_a_library_is_a_defect_like_any_other() -> None:
+    class Panic(BaseException):
+        pass
+
+    def work() -> None:
+        raise Panic("no thread")
+
+    service = TextService(num_threads=1, max_waiting=1)
+    with pytest.raises(InternalDefect, match="Panic: no thread"):
+        await service.run(work)
+    service.close()
+    assert service.num_waiting == 0

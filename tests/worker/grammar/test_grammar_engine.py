@@ -262,6 +262,21 @@ def test_a_grammar_that_cannot_be_compiled_fails_alone(tiny: Speaker, schema: ob
     assert reason_of(outputs[1]) is WireFinishReason.LENGTH
 
 
+def test_a_panic_of_the_library_fails_its_request_alone(tiny: Speaker) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic() -> Vocabulary:
+        raise Panic("no thread")
+
+    rig = tiny.rig()
+    rig.compiler._load_vocabulary = panic
+    rig.ask(0, [1, 2], regex("a"))
+    finished = end_of(rig.run(timeout_s=30.0)[0])
+    rig.close()
+    assert (finished.error, "Panic: no thread" in finished.detail) == ("CONSTRAINT", True)
+
+
 def test_a_model_without_a_supported_tokenizer_says_so(tiny: Speaker) -> None:
     strange = Speaker(tiny.model, {"tokenizer.json": b'{"model": {}}'}, tiny.vocab_size, tiny.eos_token_ids)
     endless = Speaker(tiny.model, tiny.files, tiny.vocab_size, ())
