@@ -8,6 +8,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from octavo.gateway.rpc.connections import Context
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 READY_SERVICES = ("octavo.v1.InferenceService", "octavo.v1.ModelService")
@@ -18,12 +20,27 @@ def service_of_model(name: str) -> str:
     return f"octavo.v1.InferenceService/{name}"
 
 
+class _Servicer(health_aio.HealthServicer):  # type: ignore[misc]
+    """The library's has no List, and refuses an unknown name without a word."""
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        """The status of one service."""
+        if request.service not in self._server_status:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "service: no service of that name is known here")
+        return health_pb2.HealthCheckResponse(status=self._server_status[request.service])
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
+        """The status of all of them, by name."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 class Readiness:
     """Owns the health servicer and the task that keeps it current. is_ready, models: asked on every `changed`; the
     latter for every model that there is, was or is to be, and whether it can be asked."""
 
     def __init__(self, is_ready: Callable[[], bool], models: Callable[[], Mapping[str, bool]]) -> None:
-        self._servicer = health_aio.HealthServicer()
+        self._servicer = _Servicer()
         self._is_ready = is_ready
         self._models = models
         self._services = list(READY_SERVICES)

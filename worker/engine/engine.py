@@ -264,7 +264,7 @@ class Engine:
         constraints = self._scheduler.constraints
         if run.sampling.grammar is not None and constraints.awaits(gateway, run):
             if self._grammars is None:
-                ending = failure("INVALID_FIELD", "constraint: this worker compiles no grammars")
+                ending = failure("CONSTRAINT", "constraint: this worker compiles no grammars")
                 constraints.failed(gateway, run, ending, now_s=now_s)
             else:
                 self._grammars.submit(gateway, run, now_s)

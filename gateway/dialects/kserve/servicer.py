@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
+import grpc
 import structlog
 
 from octavo.gateway.dialects.kserve import model
@@ -37,9 +38,12 @@ class StreamWriter:
         self._turn = asyncio.Lock()
 
     async def write(self, message: oip.ModelStreamInferResponse) -> None:
-        """Returns when the reader has room for more."""
+        """Returns when the reader has room for more. Raises CancelledError where the reader is gone."""
         async with self._turn:
-            await self.context.write(message)
+            try:
+                await self.context.write(message)
+            except (grpc.aio.InternalError, grpc.aio.UsageError):  # the library raises so where the RPC is over
+                raise asyncio.CancelledError from None
 
     async def write_of(self, tracked: TrackedRequest, message: oip.ModelStreamInferResponse) -> None:
         """The same for an output, with the mark by which stalled writes are found."""

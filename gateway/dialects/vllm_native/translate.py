@@ -35,6 +35,7 @@ _PATHS = (
     ("stop.", "stopping."),
     ("output.prompt_logprobs", "response.prompt_candidates.top_n"),
     ("output.logprobs", "response.output_candidates.top_n"),
+    ("output.", "response."),
     ("constraint.json_schema", "decoding.json"),
     ("constraint.ebnf", "decoding.grammar"),
     ("constraint.choice.options", "decoding.choice.choices"),

@@ -3,12 +3,16 @@
 import asyncio
 import json
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+import structlog
 
+from octavo.gateway.dialects.kserve.servicer import StreamOfRequests, StreamWriter
+from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.text.model_text import ModelText
 from octavo.kserve import inference_pb2 as oip
 from octavo.wire.messages import SamplingParams, WireFinishReason
@@ -211,3 +215,27 @@ async def test_a_timeout_in_microseconds_ends_a_request(serve: Any) -> None:
         await stub_of(served).ModelInfer(asked)
         (run,) = served.pool.runs
     assert 150 < run.request.timeout_s < 200
+
+
+async def test_a_caller_that_leaves_within_a_write_is_no_defect() -> None:
+    """The library raises there before it cancels the call; the answers of its other requests go on to their own end."""
+
+    class Gone:
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def write(self, message: object) -> None:
+            raise grpc.aio.InternalError("the stream is over")
+
+    async def two() -> Any:
+        yield request()
+        yield request()
+
+    async def write(asked: Any, scope: RpcScope, writer: StreamWriter) -> None:
+        await writer.write(oip.ModelStreamInferResponse())
+
+    scope, rpcs = RpcScope(method="/inference.GRPCInferenceService/ModelStreamInfer"), Counter[tuple[str, str, str]]()
+    with structlog.testing.capture_logs() as logs:
+        await StreamOfRequests(scope, cast("Any", Gone()), rpcs).answer(two(), write)
+    assert not logs
+    assert not rpcs
