@@ -25,6 +25,9 @@ MOST_JSON_BYTES = 64 << 20
 """Of config.json, and of the index of the shards: a published one has a megabyte for the largest models there are."""
 
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 1_000, 4_096, 1 << 20
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW, DEFAULT_FULL_LAYERS = 4096, 28
+"""What transformers takes for sliding_window and max_window_layers where a config has none."""
 MOST_POSITIONS = 1 << 24
 """Beyond it float32, in which angles are computed, cannot tell positions apart."""
 
@@ -98,11 +101,16 @@ class ModelConfig:
         head_dim = default_head_dim(fields, family, hidden_size, heads)
         max_positions = fields.positive_int("max_position_embeddings", 32768, most=MOST_POSITIONS)
         rope = parse_rope(fields, max_positions)
+        num_layers = fields.positive_int("num_hidden_layers", most=MOST_LAYERS)
+        longest = max_positions
+        if rope.yarn is not None:
+            longest = max(longest, int(rope.yarn.original_max_position_embeddings * rope.yarn.factor))
+        refuse_sliding_layers(fields, num_layers=num_layers, context_len=longest)
         return cls(
             vocab_size=fields.positive_int("vocab_size", most=MOST_WIDTH << 4),
             hidden_size=hidden_size,
             intermediate_size=fields.positive_int("intermediate_size", most=MOST_WIDTH),
-            num_hidden_layers=fields.positive_int("num_hidden_layers", most=MOST_LAYERS),
+            num_hidden_layers=num_layers,
             num_attention_heads=heads,
             num_key_value_heads=fields.positive_int("num_key_value_heads", heads, most=MOST_HEADS),
             head_dim=fields.positive_int("head_dim", head_dim, most=MOST_HEADS),
@@ -168,8 +176,21 @@ def refuse_what_is_not_supported(fields: ConfigFields, family: Family) -> None:
     for flag in family.must_be_false:
         if fields.boolean(flag, False):
             raise ConfigError(flag, f"true is not supported for {family.model_type}")
-    if fields.boolean("use_sliding_window", False):
+    if not fields.boolean("is_causal", True):
+        raise ConfigError("is_causal", "false is not supported: a token sees those before it and none behind")
+
+
+def refuse_sliding_layers(fields: ConfigFields, *, num_layers: int, context_len: int) -> None:
+    """Layers that see less than the whole context: those that layer_types names, else the ones from max_window_layers
+    on. A window as long as the context leaves nothing out. Raises ConfigError."""
+    slides = fields.boolean("use_sliding_window", False)
+    window = None if fields.is_null("sliding_window") else fields.positive_int("sliding_window", DEFAULT_WINDOW)
+    is_narrow = window is not None and window < context_len
+    if fields.has("layer_types"):
+        kinds = fields.value("layer_types")
+        if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
+            raise ConfigError("layer_types", f"only {FULL!r} layers are supported")
+        if SLIDING in kinds and (is_narrow or not slides):
+            raise ConfigError("layer_types", f"only {FULL!r} layers are supported, and {SLIDING!r} is among them")
+    elif slides and is_narrow and fields.count("max_window_layers", DEFAULT_FULL_LAYERS) < num_layers:
         raise ConfigError("use_sliding_window", "sliding-window attention is not supported, only full attention")
-    layer_types = fields.value("layer_types") if fields.has("layer_types") else []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ConfigError("layer_types", "only 'full_attention' layers are supported")

@@ -24,6 +24,10 @@ class ConfigFields:
         """Whether the field is there and not null."""
         return self._raw.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there and null, for the few whose default is something else."""
+        return name in self._raw and self._raw[name] is None
+
     def names(self) -> set[str]:
         """Every field that is not null."""
         return {name for name in self._raw if self.has(name)}
@@ -47,6 +51,13 @@ class ConfigFields:
             raise ConfigError(self.path(name), f"must be a positive integer, is {shown(value)}")
         if value > most:
             raise ConfigError(self.path(name), f"must be at most {most}, is {shown(value)}")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """An integer of at least 0."""
+        value = self.value(name) if self.has(name) else default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise ConfigError(self.path(name), f"must be 0 or a positive integer, is {shown(value)}")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:

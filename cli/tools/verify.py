@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from octavo.cli.errors import usage
 from octavo.cli.serve.preflight import check_device_here
 from octavo.cli.settings.worker_config import default_batch_tokens, pick_device
 from octavo.model.causal_lm import CausalLM
@@ -107,7 +108,17 @@ def compare_served(served: Served, folder: Path, *, num_prompts: int, max_new_to
 
 
 def _context_len(served: Served, described: Described) -> int:
-    return min(served.max_model_len or described.max_model_len, described.max_model_len)
+    """Raises CliError where it has no room for a token and the one that follows."""
+    length = min(served.max_model_len or described.max_model_len, described.max_model_len)
+    check_context(served.model, length)
+    return length
+
+
+def check_context(model: str, length: int) -> None:
+    """Raises CliError where a context has no room for a token and the one that follows."""
+    if length < 2:
+        numbers = f"{model} is served with {length} position, and the tokens that follow are what is compared"
+        raise usage("there is nothing to compare", numbers, "verify it with 2 or more, as --max-model-len gives them")
 
 
 def print_verdict(console: Console, failed: int, num_rows: int, seconds: float) -> int:

@@ -13,7 +13,7 @@ from octavo import Client, TextStream
 from octavo.cli.client.connect import connect
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
-from octavo.cli.tools.verify import Served, print_rows, print_verdict
+from octavo.cli.tools.verify import Served, check_context, print_rows, print_verdict
 from octavo.client.requests import GenerateFields
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
@@ -44,6 +44,7 @@ def verify_service(settings: ClientSettings, served: Served, *, num_prompts: int
                 "name the checkpoint that the service serves",
             )
         longest = info.max_model_len
+        check_context(info.name, longest)
         prompts = [
             [token % info.vocab_size for token in prompt[: max(longest // 2, 1)]]
             for prompt in make_prompts(folder, config, num_prompts)

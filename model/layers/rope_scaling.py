@@ -12,6 +12,9 @@ from octavo.model.errors import ConfigError
 DEFAULT_THETA = 10_000.0
 """What transformers takes for qwen2 where a config has no rope_theta."""
 
+LEAST_BETA, MOST_BETA = 1e-6, 1e6
+"""Of YaRN's rotations; published models have 1 and 32."""
+
 KNOWN_YARN_FIELDS = {
     "type",
     "rope_type",
@@ -56,27 +59,37 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeFields
     if fields.has("rope_parameters") and fields.has("rope_scaling"):
         raise ConfigError("rope_scaling", "is there besides rope_parameters: keep one of them")
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
-    if not fields.has(name):
-        return RopeFields(theta=fields.positive_float("rope_theta", DEFAULT_THETA), yarn=None)
-    rope = fields.nested(name)
+    rope = fields.nested(name) if fields.has(name) else ConfigFields({})
     owner = rope if rope.has("rope_theta") else fields
     theta = owner.positive_float("rope_theta", DEFAULT_THETA)
-    return RopeFields(theta=theta, yarn=parse_scaling(rope, max_position_embeddings))
+    original = fields.positive_int("original_max_position_embeddings", max_position_embeddings)
+    yarn = parse_scaling(rope, original)
+    if theta < 1 or (yarn is not None and theta == 1):
+        raise ConfigError(owner.path("rope_theta"), f"must be {'at least' if yarn is None else 'above'} 1, is {theta}")
+    if yarn is not None and fields.has("partial_rotary_factor"):
+        raise ConfigError("partial_rotary_factor", "is not supported with YaRN")
+    return RopeFields(theta=theta, yarn=yarn)
 
 
-def parse_scaling(rope: ConfigFields, max_position_embeddings: int) -> YarnScaling | None:
-    """None for plain RoPE. Raises ConfigError for any other kind than YaRN."""
+def parse_scaling(rope: ConfigFields, original_max_position_embeddings: int) -> YarnScaling | None:
+    """None for plain RoPE. Raises ConfigError for any other kind than YaRN, and for RoPE that differs by layer."""
+    for name in sorted(rope.names()):
+        if isinstance(rope.value(name), dict):
+            raise ConfigError(rope.path(name), "RoPE of its own for a kind of layers is not supported")
     name = "rope_type" if rope.has("rope_type") else "type"
     kind = rope.text(name) if rope.has(name) else "default"
     if kind == "default":
         return None
     if kind != "yarn":
         raise ConfigError(rope.path(name), f"{kind!r} is not supported, only 'default' and 'yarn'")
-    return parse_yarn(rope, max_position_embeddings)
+    return parse_yarn(rope, original_max_position_embeddings)
 
 
-def parse_yarn(rope: ConfigFields, max_position_embeddings: int) -> YarnScaling:
-    """The fields of YaRN. An unknown one is refused: it would change the result if it were ignored."""
+def parse_yarn(rope: ConfigFields, original_max_position_embeddings: int) -> YarnScaling:
+    """The fields of YaRN. An unknown one is refused: it would change the result if it were ignored.
+
+    original_max_position_embeddings: where the fields do not say it.
+    """
     for name in sorted(rope.names() - KNOWN_YARN_FIELDS):
         raise ConfigError(rope.path(name), "is not a known field of YaRN")
     for name in ("mscale", "mscale_all_dim"):
@@ -89,11 +102,21 @@ def parse_yarn(rope: ConfigFields, max_position_embeddings: int) -> YarnScaling:
         raise ConfigError(rope.path("factor"), f"must be at least 1, is {factor}")
     yarn = YarnScaling(
         factor=factor,
-        original_max_position_embeddings=rope.positive_int("original_max_position_embeddings", max_position_embeddings),
+        original_max_position_embeddings=rope.positive_int(
+            "original_max_position_embeddings", original_max_position_embeddings
+        ),
         attention_factor=rope.positive_float("attention_factor") if rope.has("attention_factor") else None,
-        beta_fast=rope.positive_float("beta_fast", 32.0),
-        beta_slow=rope.positive_float("beta_slow", 1.0),
+        beta_fast=parse_beta(rope, "beta_fast", 32.0),
+        beta_slow=parse_beta(rope, "beta_slow", 1.0),
     )
     if yarn.beta_fast < yarn.beta_slow:
         raise ConfigError(rope.path("beta_fast"), f"{yarn.beta_fast} is below beta_slow {yarn.beta_slow}")
     return yarn
+
+
+def parse_beta(rope: ConfigFields, name: str, default: float) -> float:
+    """A number of rotations."""
+    beta = rope.positive_float(name, default)
+    if not LEAST_BETA <= beta <= MOST_BETA:
+        raise ConfigError(rope.path(name), f"must be from {LEAST_BETA:g} to {MOST_BETA:g}, is {beta}")
+    return beta

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from octavo.model.config import ModelConfig
+from octavo.model.errors import CheckpointError
 from octavo.wire.checkpoint_files import find_file
 
 TEXTS = (
@@ -33,13 +34,17 @@ def make_prompts(folder: Path, config: ModelConfig, num_prompts: int) -> list[li
 
 
 def text_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
-    """The texts above, from the second round on with a number in front; empty without a tokenizer."""
+    """The texts above, from the second round on with a number in front; empty without a tokenizer. Raises
+    CheckpointError."""
     file = find_file(folder, "tokenizer.json")
     if file is None:
         return []
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"tokenizer.json: cannot be read: {error}") from None
     numbered = enumerate(islice(cycle(TEXTS), num_prompts))
     texts = [text if index < len(TEXTS) else f"{index}. {text}" for index, text in numbered]
     return [tokenizer.encode(text).ids or [0] for text in texts]

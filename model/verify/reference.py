@@ -21,7 +21,7 @@ from torch import nn
 from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.weight_names import HEAD, destinations
-from octavo.model.config import load_config
+from octavo.model.config import FULL, SLIDING, load_config
 from octavo.model.errors import CheckpointError
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.cache_scales import fold_cache_scales
@@ -151,7 +151,8 @@ class Reference:
                 model(
                     input_ids=torch.tensor([fed.token_ids]),
                     position_ids=torch.tensor([fed.positions]),
-                    attention_mask={"full_attention": mask_TT[None, None]},
+                    # Layers may be called sliding where their window is as long as the context.
+                    attention_mask=dict.fromkeys((FULL, SLIDING), mask_TT[None, None]),
                     past_key_values=_Fp8Cache() if rounded.cache == "fp8" else None,
                     use_cache=False,
                 )
@@ -223,9 +224,13 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
         theirs = getattr(transformers, load_config(folder).family.architecture).from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
+    except Exception as error:  # its checks of a config raise what they like
+        raise CheckpointError(_not_by_transformers(folder, error)) from error
     return theirs.eval()
+
+
+def _not_by_transformers(folder: Path, error: Exception) -> str:
+    return f"{folder}: transformers cannot load it: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def empty_transformers(folder: Path) -> Any:
@@ -233,7 +238,10 @@ def empty_transformers(folder: Path) -> Any:
     import transformers
 
     theirs = getattr(transformers, load_config(folder).family.architecture)
-    config = theirs.config_class.from_pretrained(folder, local_files_only=True)
+    try:
+        config = theirs.config_class.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(_not_by_transformers(folder, error)) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.tie_word_embeddings = False

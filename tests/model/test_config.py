@@ -55,8 +55,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("model_type", {"model_type": None}, "is missing"),
     ("architectures", {"architectures": ["Qwen2MoeForCausalLM"]}, "does not name Qwen2ForCausalLM"),
     ("hidden_act", {"hidden_act": "gelu"}, "'gelu' is not supported, only 'silu'"),
-    ("use_sliding_window", {"use_sliding_window": True}, "sliding-window attention is not supported"),
+    ("is_causal", {"is_causal": False}, "false is not supported"),
+    ("use_sliding_window", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 511}, "sliding"),
+    ("max_window_layers", {"use_sliding_window": True, "max_window_layers": -1, "sliding_window": 5}, "must be 0 or"),
+    ("sliding_window", {"sliding_window": "all"}, "must be a positive integer"),
     ("layer_types", {"layer_types": ["sliding_attention"] * 2}, "only 'full_attention' layers"),
+    ("layer_types", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 512}, "only 'full_attention' layers"),
+    ("layer_types", {"layer_types": ["linear_attention"] * 2}, "only 'full_attention' layers"),
     ("quantization_config.bits", {"quantization_config": {"quant_method": "gptq"}}, "is missing"),
     ("torch_dtype", {"torch_dtype": "int8"}, "'int8' is not one of float32, float16, bfloat16"),
     ("dtype", {"dtype": 16}, "must be a string, is 16"),
@@ -69,6 +74,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rope_scaling.beta_fast", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0.5}}, "is below beta_slow"),
     ("rope_scaling.fator", {"rope_scaling": {"type": "yarn", "factor": 4, "fator": 1}}, "is not a known field"),
     ("rope_scaling.mscale", {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0}}, "is not supported"),
+    ("rope_scaling.beta_fast", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1e308}}, "must be from"),
+    ("rope_scaling.beta_slow", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": 5e-324}}, "must be from"),
+    ("rope_theta", {"rope_theta": 1e-300}, "must be at least 1"),
+    ("rope_theta", {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "must be above 1"),
+    ("partial_rotary_factor", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "yarn", "factor": 4}}, "YaRN"),
+    (
+        "rope_parameters.full_attention",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+        "RoPE of its own",
+    ),
     ("rope_parameters.rope_type", {"rope_parameters": {"rope_type": "llama3"}}, "'llama3' is not supported"),
 ]
 
@@ -98,11 +113,37 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32768)
                                  "original_max_position_embeddings": 32768}}, 5e5, YARN,
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 32768}, 1e4, YARN),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}, "original_max_position_embeddings": 32768}, 1e4, YARN),
     ],
 )  # fmt: skip
 def test_rope_is_read_from_either_layout(changes: dict[str, Any], theta: float, yarn: YarnScaling | None) -> None:
     config = ModelConfig.from_dict(tiny_config(**changes))
     assert (config.rope_theta, config.yarn) == (theta, yarn)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 16},
+        {"sliding_window": 16, "max_window_layers": 2},
+        {"sliding_window": 16, "max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+        {"sliding_window": 512, "max_window_layers": 0},
+        {"sliding_window": None, "max_window_layers": 0},
+        {"max_window_layers": 0},
+        {"sliding_window": 600, "layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_a_sliding_window_that_leaves_nothing_out_is_served(changes: dict[str, Any]) -> None:
+    raw = tiny_config(use_sliding_window=True, **changes)
+    assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config())
+
+
+def test_a_window_shorter_than_what_yarn_extends_to_leaves_something_out() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        ModelConfig.from_dict(
+            tiny_config(use_sliding_window=True, sliding_window=512, max_window_layers=0, rope_scaling=yarn)
+        )
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,8 @@ def _positions(config: Mapping[str, Any]) -> int:
         raise CardError("config.json: rope_scaling is not an object")
     if scaling.get("rope_type", scaling.get("type")) != "yarn":
         return positions
-    original, factor = scaling.get("original_max_position_embeddings") or positions, scaling.get("factor", 1.0)
+    name = "original_max_position_embeddings"
+    original, factor = scaling.get(name) or config.get(name) or positions, scaling.get("factor", 1.0)
     if not _is_count(original) or not isinstance(factor, int | float) or not 0 < original * factor <= MOST_POSITIONS:
         raise CardError("config.json: rope_scaling: original_max_position_embeddings times factor is no context length")
     return max(positions, int(original * factor))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.cli.errors import CliError
 from octavo.cli.tools.verify import Served, compare_served
 from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.cpu.native import native_library
+from octavo.model.errors import CheckpointError
 from octavo.model.layers.decoder import Rope
 from octavo.model.layers.linear import FormatUnavailable
 from octavo.model.verify.served import MISTAKE, ServedRow
@@ -90,6 +92,29 @@ def raise_epsilon(model: CausalLM) -> None:
     for module in model.modules():
         if hasattr(module, "epsilon"):
             module.epsilon = 1e-4
+
+
+@pytest.mark.parametrize("options", [{"max_model_len": 2}, {"max_model_len": 3, "dtype": "float32"}])
+def test_a_context_of_two_tokens_is_compared(tiny: Path, options: dict[str, Any]) -> None:
+    assert red(compare(tiny, **options)) == {HALF: set(), WIDE: set()}
+
+
+def test_a_context_of_one_token_leaves_nothing_to_compare(tiny: Path) -> None:
+    with pytest.raises(CliError, match=f"{tiny.name} is served with 1 position"):
+        compare(tiny, max_model_len=1)
+
+
+def test_layers_whose_window_is_as_long_as_the_context_are_compared(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path, use_sliding_window=True, sliding_window=512, max_window_layers=1)
+    assert red(compare(folder)) == {HALF: set(), WIDE: set()}
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": ["full_attention"] * 3}, {"text_config": {"a": 1}}])
+def test_what_transformers_does_not_load_is_said_in_a_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write_tiny_checkpoint(tmp_path, **changes)
+    load_model(folder)
+    with pytest.raises(CheckpointError, match=r"transformers cannot load it: \w+: .+"):
+        compare(folder)
 
 
 @pytest.mark.parametrize(

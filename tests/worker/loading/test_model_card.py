@@ -126,6 +126,8 @@ def test_yarn_extends_the_context() -> None:
     assert context_len({"max_position_embeddings": 32_768, "rope_scaling": yarn}) == 131_072
     assert context_len({"max_position_embeddings": 131_072, "rope_scaling": yarn}) == 131_072
     assert context_len({"max_position_embeddings": 32_768, "rope_scaling": None}) == 32_768
+    apart = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32_768}
+    assert context_len({"max_position_embeddings": 64, **apart}) == 131_072
     assert context_len({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}) == 512
 
 
