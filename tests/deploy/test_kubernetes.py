@@ -1,4 +1,4 @@
-"""deploy/kubernetes: valid, hardened, about settings, files and metrics that exist; and what it starts serves."""
+"""deploy/kubernetes: valid, hardened, about settings, files and metrics that exist."""
 
 import itertools
 import json
@@ -6,45 +6,26 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import jsonschema
 import kubernetes_validate  # type: ignore[import-untyped]
 import promql_parser
-import psutil
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo import Client
 from octavo.cli.settings.groups import COMMANDS, HealthSettings
-from octavo.v1 import inference_pb2 as pb
-from octavo.wire.keys import generate_keys, save_keys
-from tests.support.services.service import REPOSITORY, environment, free_port, stop_by_force
+from tests.support.services.kubernetes import FOLDER, manifests, of_kind, pod_of, shared_values
+from tests.support.services.service import REPOSITORY
 
-FOLDER = REPOSITORY / "deploy/kubernetes"
 VERSIONS = ("1.30", "1.37")  # the oldest that has preStop's sleep, and the newest that the validator knows
-RANK = "octavo.worker.loading.group"
 OVERLAYS = ("cpu", "gpu", "tensor-parallel")
 COMPONENTS = ("access", "autoscaling", "leader-worker-set", "monitoring")
 OPERATORS = {"PodMonitor", "PrometheusRule"}  # of Prometheus's operator: no schema comes with Kubernetes
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlays; none here")
-
-
-def manifests(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Every resource as it stands in the files."""
-    found = []
-    for file in sorted(folder.rglob("*.yaml")):
-        if file.name not in ("kustomization.yaml", "adapter-values.yaml", "references.yaml"):
-            found += list(yaml.safe_load_all(file.read_text()))
-    return found
 
 
 def render(overlay: str, *components: str, folder: Path) -> list[dict[str, Any]]:
@@ -65,21 +46,6 @@ def built(folder: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def of_kind(resources: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [each for each in resources if (each["kind"], each["metadata"]["name"]) == (kind, name)]
-    return found
-
-
-def pod_of(resources: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    name = f"octavo-{role}"
-    if any((each["kind"], each["metadata"]["name"]) == ("StatefulSet", name) for each in resources):
-        pod: dict[str, Any] = of_kind(resources, "StatefulSet", name)["spec"]["template"]["spec"]
-    else:
-        group = of_kind(resources, "LeaderWorkerSet", name)["spec"]["leaderWorkerTemplate"]
-        pod = group["workerTemplate"]["spec"]
-    return pod
-
-
 def check_group(resource: Mapping[str, Any]) -> None:
     """A LeaderWorkerSet by what we know of its schema, and what is in it by Kubernetes's."""
     jsonschema.validate(resource, json.loads((Path(__file__).parent / "leader_worker_set.json").read_text()))
@@ -92,12 +58,6 @@ def check_group(resource: Mapping[str, Any]) -> None:
     }
     as_pods = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "octavo-worker"}, "spec": spec}
     kubernetes_validate.validate(as_pods, VERSIONS[0], strict=True)
-
-
-def shared_values() -> dict[str, str]:
-    """What the generated ConfigMap holds."""
-    (generator,) = yaml.safe_load((FOLDER / "base/kustomization.yaml").read_text())["configMapGenerator"]
-    return dict(literal.split("=", 1) for literal in generator["literals"])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -321,91 +281,3 @@ def test_the_autoscaler_asks_for_a_metric_that_workers_have() -> None:
     assert str(tree.lhs.op) == ">"
     assert tree.lhs.rhs.prettify() == tree.rhs.prettify()
     assert '"octavo_longest_wait_seconds"' in source
-
-
-@contextmanager
-def process(role: str, variables: Mapping[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    folder.mkdir()
-    with (folder / "log").open("wb") as output:
-        started = subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli.main", role],
-            cwd=folder,
-            env=environment() | dict(variables),
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        yield started
-    finally:
-        stop_by_force(started)
-
-
-def variables_of(role: str, places: Mapping[str, str], overlay: str = "cpu") -> dict[str, str]:
-    """The environment of a pod of an overlay. places: what stands on one host for what the cluster has."""
-    (container,) = pod_of(manifests(FOLDER / "base"), role)["containers"]
-    patch = yaml.safe_load((FOLDER / "overlays" / overlay / "kustomization.yaml").read_text())["patches"][0]
-    more = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"][0]["env"]
-    listed = container["env"] + (more if role == "worker" else [])
-    values = shared_values() | {each["name"]: each["value"] for each in listed if "value" in each}
-    for known, here in places.items():
-        values = {name: value.replace(known, here) for name, value in values.items()}
-    return values
-
-
-def is_serving(port: int, service: str) -> bool:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=10
-            )
-        except grpc.RpcError:
-            return False
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("overlay", "num_ranks"), [("cpu", 1), ("tensor-parallel", 2)])
-def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
-    tmp_path: Path, overlay: str, num_ranks: int
-) -> None:
-    """The ranks of the overlay for GPUs are tried on CPUs: their number is all that is different."""
-    keys = tmp_path / "keys"
-    for name in ("gateway", "worker"):
-        save_keys(generate_keys(), keys, name)
-    places = {"/etc/octavo/keys": str(keys), "0.0.0.0": "127.0.0.1", "cuda": "cpu"}
-    listening = [{5555: free_port(), 5556: free_port()} for _ in range(2)]
-    for n, ports in enumerate(listening):
-        for port, here in ports.items():
-            places[f"octavo-gateway-{n}.octavo-gateways:{port}"] = f"127.0.0.1:{here}"
-    # What the cluster's DNS would say of the headless Service; here the gateways differ by their ports.
-    places["tcp://octavo-gateways:5556"] = ",".join(f"tcp://127.0.0.1:{ports[5556]}" for ports in listening)
-    calls = [free_port(), free_port()]
-    with ExitStack() as stack:
-        for n, ports in enumerate(listening):
-            values = variables_of("gateway", places)
-            for port, here in ports.items():
-                values = {
-                    name: value.replace(f"127.0.0.1:{port}", f"127.0.0.1:{here}") for name, value in values.items()
-                }
-            values |= {"OCTAVO_PORT": str(calls[n]), "OCTAVO_METRICS_PORT": "0"}
-            values["OCTAVO_RUN_DIR"] = str(tmp_path / f"run-{n}")
-            stack.enter_context(process("gateway", values, tmp_path / f"gateway-{n}"))
-        values = variables_of("worker", places, overlay) | {
-            "OCTAVO_WORKER_METRICS_PORT": "0",
-            "OCTAVO_NUM_BLOCKS": "128",
-        }
-        values |= {"OCTAVO_RUN_DIR": str(tmp_path / "run-worker"), "OCTAVO_NUM_THREADS": "1"}
-        worker = stack.enter_context(process("worker", values, tmp_path / "worker"))
-        (container,) = pod_of(manifests(), "gateway")["containers"]
-        ready = container["readinessProbe"]["grpc"]["service"]
-        deadline_s = time.monotonic() + 120
-        while not all(is_serving(port, ready) for port in calls):
-            logs = [(tmp_path / each / "log").read_text()[-2000:] for each in ("gateway-0", "gateway-1", "worker")]
-            assert time.monotonic() < deadline_s, "\n".join(logs)
-            time.sleep(0.1)
-        for port in calls:
-            with Client(f"127.0.0.1:{port}") as client:
-                assert client.cancel("nobody's") == pb.CancelResponse()  # all gateways answered
-                assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
-        ranks = [each for each in psutil.Process(worker.pid).children() if RANK in each.cmdline()]
-        assert len(ranks) == num_ranks - 1
