@@ -54,6 +54,11 @@ def _token(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
     }
 
 
+def num_characters(positions: Sequence[inference_pb2.TokenLogprobs]) -> int:
+    """Of their tokens' texts."""
+    return sum(len(position.chosen.text) for position in positions)
+
+
 def completion_logprobs(positions: Sequence[inference_pb2.TokenLogprobs], offset: int) -> dict[str, Any]:
     """Of completions: parallel lists. offset: of the first token in the text."""
     offsets = []

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -23,11 +24,18 @@ from octavo.client.aio import AsyncTextStream
 from octavo.client.embeddings import EmbedFields, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.options import call_metadata
+from octavo.client.requests import generate_request
 from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, refusing
 from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
-from octavo.gateway.front.completions import collect_all, completion_chunks, whole_completion
+from octavo.gateway.front.completions import (
+    EchoedPrompt,
+    collect_all,
+    completion_chunks,
+    gather_all,
+    whole_completion,
+)
 from octavo.gateway.front.errors import ApiError, api_error
-from octavo.gateway.front.fields import ChatBody, CompletionBody, EmbeddingBody, inputs_of, parse
+from octavo.gateway.front.fields import B, ChatBody, CompletionBody, EmbeddingBody, inputs_of, parse
 from octavo.v1 import inference_pb2, model_pb2
 
 log = structlog.get_logger(__name__)
@@ -66,9 +74,11 @@ def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
         ClientDisconnect: lambda request, error: Response(status_code=_CLOSED),
         Exception: _on_defect,
     }
-    return Starlette(
+    app = Starlette(
         routes=routes, exception_handlers=handlers, lifespan=lifespan, middleware=[Middleware(_ProgramsOnly)]
     )
+    app.router.redirect_slashes = False  # what is not there is an error object, with no other address to ask at
+    return app
 
 
 class _ProgramsOnly:
@@ -95,9 +105,11 @@ class _Front:
 
     async def chat(self, request: Request) -> Response:
         """A conversation goes on."""
-        body = parse(ChatBody, await self._body(request))
+        body = await self._parsed(ChatBody, request)
         fields, heading = body.fields(), _heading("chatcmpl", body.model)
-        stream = self.service.stream({**fields, "request_id": heading.id}, _metadata(request))
+        with refusing(request.state.given):
+            wanted = generate_request(**{**fields, "request_id": heading.id})
+        stream = self.service.stream(wanted, _metadata(request))
         has_logprobs = bool(body.logprobs)
         if body.stream:
             chunks = chat_chunks(heading, stream, has_logprobs=has_logprobs, has_usage=_has_usage(body))
@@ -107,24 +119,38 @@ class _Front:
 
     async def completions(self, request: Request) -> Response:
         """Texts go on."""
-        body = parse(CompletionBody, await self._body(request))
-        wanted, heading = body.fields(), _heading("cmpl", body.model)
-        if not wanted:
+        body = await self._parsed(CompletionBody, request)
+        given, heading = body.fields(), _heading("cmpl", body.model)
+        if not given:
             raise ApiError(400, "prompt: there is none", param="prompt")
         metadata = _metadata(request)
-        ids = [heading.id, *(f"{heading.id}-{number}" for number in range(1, len(wanted)))]
-        pairs = zip(wanted, ids, strict=True)
-        streams = [self.service.stream({**fields, "request_id": each}, metadata) for fields, each in pairs]
+        ids = [heading.id, *(f"{heading.id}-{number}" for number in range(1, len(given)))]
+        with refusing(request.state.given):
+            wanted = [
+                generate_request(**{**fields, "request_id": each}) for fields, each in zip(given, ids, strict=True)
+            ]
+        streams = [self.service.stream(each, metadata) for each in wanted]
         has_logprobs = body.logprobs is not None
+        echoed = partial(self._echoed, metadata=metadata) if body.echo and has_logprobs else None
         if body.stream:
-            chunks = completion_chunks(heading, streams, has_logprobs=has_logprobs, has_usage=_has_usage(body))
+            chunks = completion_chunks(
+                heading, streams, has_logprobs=has_logprobs, has_usage=_has_usage(body), echoed=echoed
+            )
             return await _streamed(request, heading, chunks, streams)
         outputs = await _unless_gone(request, collect_all(streams))
-        return _whole(whole_completion(heading.answered_by(streams[0]), outputs, has_logprobs=has_logprobs))
+        prompts = await gather_all(map(echoed, streams)) if echoed else [None] * len(streams)
+        answered = heading.answered_by(streams[0])
+        return _whole(whole_completion(answered, outputs, prompts, has_logprobs=has_logprobs))
+
+    async def _echoed(self, stream: AsyncTextStream, metadata: Metadata) -> EchoedPrompt:
+        """Once all of the prompt's log-probabilities are there. Raises OctavoError."""
+        assert stream.started is not None
+        first = await self.service.token_text(stream.started.prompt_token_ids[0], stream.started.model, metadata)
+        return EchoedPrompt(first=first, positions=stream.prompt_logprobs)
 
     async def embeddings(self, request: Request) -> Response:
         """Texts become vectors."""
-        body = parse(EmbeddingBody, await self._body(request))
+        body = await self._parsed(EmbeddingBody, request)
         inputs = inputs_of(body.input)
         if not inputs:
             raise ApiError(400, "input: there is none", param="input")
@@ -133,7 +159,7 @@ class _Front:
         if body.model:
             fields["model"] = body.model
         batches = [inputs[start : start + EMBED_BATCH] for start in range(0, len(inputs), EMBED_BATCH)]
-        with refusing():
+        with refusing(request.state.given):
             requests = [embed_request(batch, **fields) for batch in batches]
         vectors = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
         return JSONResponse(_embeddings(body, vectors))
@@ -154,6 +180,12 @@ class _Front:
     async def health(self, request: Request) -> Response:
         """For probes: that this process answers."""
         return PlainTextResponse("ok\n")
+
+    async def _parsed(self, kind: type[B], request: Request) -> B:
+        """The body; errors name fields by the words that it has. Raises ApiError."""
+        body = parse(kind, await self._body(request))
+        request.state.given = frozenset(body.model_fields_set)
+        return body
 
     async def _body(self, request: Request) -> bytes:
         pieces, num_bytes = [], 0
@@ -229,7 +261,7 @@ async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams:
                     yield _event(chunk)
             yield b"data: [DONE]\n\n"
         except OctavoError as error:
-            yield _event(api_error(error).body())
+            yield _event(api_error(error, request.state.given).body())
         finally:
             for stream in streams:
                 stream.cancel()
@@ -274,7 +306,7 @@ def _model(info: model_pb2.ModelInfo) -> dict[str, Any]:
 
 
 def _on_error(request: Request, error: Exception) -> Response:
-    told = api_error(error) if isinstance(error, OctavoError) else error
+    told = api_error(error, getattr(request.state, "given", ())) if isinstance(error, OctavoError) else error
     assert isinstance(told, ApiError)
     headers = {"retry-after": RETRY_AFTER_S} if told.status in (429, 503) else {}
     return JSONResponse(told.body(), status_code=told.status, headers=headers)

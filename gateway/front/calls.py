@@ -1,7 +1,7 @@
 """The service behind: its gateways, and calls of one caller with the caller's own key."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 
@@ -11,24 +11,22 @@ from octavo.client.aio import AsyncTextStream
 from octavo.client.errors import error_from
 from octavo.client.events import OutputSoFar
 from octavo.client.options import open_aio_channel
-from octavo.client.requests import GenerateFields, generate_request
-from octavo.gateway.front.errors import ApiError
+from octavo.gateway.front.errors import ApiError, word_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 EMBED_BATCH = 256  # inputs that one call takes
-_PARAMS = {name: name for name in GenerateFields.__annotations__}
-_PARAMS |= {"text": "prompt", "token_ids": "prompt", "inputs": "input", "num_outputs": "n"}
 Metadata = tuple[tuple[str, str], ...] | None
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Makes what no request can hold an ApiError that names the field."""
+def refusing(given: Collection[str]) -> Iterator[None]:
+    """Makes what no request can hold an ApiError that names the field. given: names of those that the caller set."""
     try:
         yield
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        field = str(error).partition(": ")[0]
-        raise ApiError(400, f"the request cannot be made: {error}", param=_PARAMS.get(field)) from None
+    except (TypeError, ValueError) as error:
+        field, _, why = str(error).partition(": ")
+        param = word_of(field, given)
+        raise ApiError(400, f"the request cannot be made: {param}: {why}", param=param) from None
 
 
 class Service:
@@ -42,10 +40,8 @@ class Service:
         """What is in flight ends."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
-    def stream(self, fields: GenerateFields, metadata: Metadata) -> AsyncTextStream:
-        """A request that begins. Raises ApiError for fields that no request can have."""
-        with refusing():
-            request = generate_request(**fields)
+    def stream(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncTextStream:
+        """A request that begins."""
         call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
         return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
 
@@ -57,6 +53,16 @@ class Service:
         except grpc.RpcError as error:
             raise error_from(error) from None
         return list(answer.models)
+
+    async def token_text(self, token_id: int, model: str, metadata: Metadata) -> str:
+        """Where it decodes alone. Raises OctavoError."""
+        request = inference_pb2.DetokenizeRequest(model=model, token_ids=[token_id], skip_special_tokens=False)
+        stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
+        try:
+            answer: inference_pb2.DetokenizeResponse = await stub.Detokenize(request, metadata=metadata, timeout=10.0)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+        return answer.text
 
     async def embed(
         self, requests: Sequence[inference_pb2.EmbedRequest], metadata: Metadata

@@ -1,21 +1,55 @@
 """/v1/completions: one or several prompts, whole and as a stream. Output i of prompt p is choice p * n + i."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from octavo.client.aio import AsyncTextStream
 from octavo.client.events import OutputSoFar
-from octavo.gateway.front.answers import completion_logprobs, reason_of, usage_of
+from octavo.gateway.front.answers import completion_logprobs, num_characters, reason_of, usage_of
 from octavo.gateway.front.calls import collect
 from octavo.gateway.front.chat import Heading
+from octavo.v1 import inference_pb2
 
+T = TypeVar("T")
 QUEUE_SIZE = 64  # chunks that wait for a slow reader, after which the streams wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoedPrompt:
+    """A prompt that the answer begins with, with its log-probabilities. first: the text of its first token, which
+    nothing predicted; positions: of the others."""
+
+    first: str
+    positions: Sequence[inference_pb2.TokenLogprobs]
+
+    @property
+    def num_characters(self) -> int:
+        """Of all of its tokens."""
+        return len(self.first) + num_characters(self.positions)
+
+    def logprobs(self) -> dict[str, Any]:
+        """As an answer has them."""
+        head = {"tokens": [self.first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        return _joined(head, completion_logprobs(self.positions, len(self.first)))
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {name: first[name] + second[name] for name in first}
+
+
+Echoed = Callable[[AsyncTextStream], Awaitable[EchoedPrompt]]
 
 
 async def collect_all(streams: Sequence[AsyncTextStream]) -> list[list[OutputSoFar]]:
     """All outputs of all prompts. Raises OctavoError: the first one; the other requests end then."""
-    tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+    return await gather_all(map(collect, streams))
+
+
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results. Raises what is raised first; the others are cancelled then."""
+    tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -25,40 +59,71 @@ async def collect_all(streams: Sequence[AsyncTextStream]) -> list[list[OutputSoF
 
 
 def whole_completion(
-    heading: Heading, requests: Sequence[Sequence[OutputSoFar]], *, has_logprobs: bool
+    heading: Heading,
+    requests: Sequence[Sequence[OutputSoFar]],
+    prompts: Sequence[EchoedPrompt | None],
+    *,
+    has_logprobs: bool,
 ) -> dict[str, Any]:
-    """The answer in one object."""
-    outputs = [output for outputs in requests for output in outputs]
+    """The answer in one object. prompts: of the requests, where log-probabilities begin with them."""
+    outputs = [(prompt, output) for prompt, outputs in zip(prompts, requests, strict=True) for output in outputs]
     choices = [
         {
             "index": index,
             "text": output.text,
-            "logprobs": completion_logprobs(output.logprobs, 0) if has_logprobs else None,
+            "logprobs": _logprobs(prompt, output) if has_logprobs else None,
             "finish_reason": reason_of(output),
         }
-        for index, output in enumerate(outputs)
+        for index, (prompt, output) in enumerate(outputs)
     ]
     return heading.of("text_completion", choices=choices, usage=usage_of(requests))
 
 
+def _logprobs(prompt: EchoedPrompt | None, output: OutputSoFar) -> dict[str, Any]:
+    if prompt is None:
+        return completion_logprobs(output.logprobs, 0)
+    return _joined(prompt.logprobs(), completion_logprobs(output.logprobs, prompt.num_characters))
+
+
 async def completion_chunks(
-    heading: Heading, streams: Sequence[AsyncTextStream], *, has_logprobs: bool, has_usage: bool
+    heading: Heading,
+    streams: Sequence[AsyncTextStream],
+    *,
+    has_logprobs: bool,
+    has_usage: bool,
+    echoed: Echoed | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Chunks of all prompts as they come."""
+    """Chunks of all prompts as they come. echoed: of a stream whose prompt's log-probabilities are all there; they come
+    first, for each output, in a chunk without text."""
     queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(QUEUE_SIZE)
     usage = {"usage": None} if has_usage else {}
 
     async def read(first_index: int, stream: AsyncTextStream) -> None:
-        lengths = [0] * len(stream.outputs)
-        async for delta in stream.deltas():
-            index = delta.output_index
-            logprobs = completion_logprobs(delta.logprobs, lengths[index]) if has_logprobs and delta.logprobs else None
-            lengths[index] += len(delta.text)
-            choice = {"index": first_index + index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        lengths, held, awaits_prompt = [0] * len(stream.outputs), list[inference_pb2.Delta](), echoed is not None
+
+        async def put(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> None:
+            choice = {"index": first_index + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
             await queue.put(heading.answered_by(stream).of("text_completion", choices=[choice], **usage))
+
+        async for each in stream.deltas():
+            held.append(each)
+            assert stream.started is not None
+            if echoed is not None and awaits_prompt:
+                if len(stream.prompt_logprobs) + 1 < stream.started.prompt_tokens:
+                    continue
+                prompt, awaits_prompt = await echoed(stream), False
+                lengths = [prompt.num_characters] * len(lengths)
+                for index in range(len(lengths)):
+                    await put(index, "", prompt.logprobs())
+            for delta in held:
+                index, has_scores = delta.output_index, has_logprobs and delta.logprobs
+                await put(
+                    index, delta.text, completion_logprobs(delta.logprobs, lengths[index]) if has_scores else None
+                )
+                lengths[index] += num_characters(delta.logprobs)
+            held.clear()
         for index, output in enumerate(stream.outputs):
-            choice = {"index": first_index + index, "text": "", "logprobs": None, "finish_reason": reason_of(output)}
-            await queue.put(heading.answered_by(stream).of("text_completion", choices=[choice], **usage))
+            await put(index, "", None, reason_of(output))
 
     async def read_to_end(first_index: int, stream: AsyncTextStream) -> None:
         try:

@@ -3,6 +3,8 @@
 One table from statuses of gRPC; whose fault it is decides.
 """
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,40 +51,81 @@ _CODES = {
     "TENANT_LIMIT": "rate_limit_exceeded",
     "QUEUE_FULL": "rate_limit_exceeded",
 }
-_FIELDS = {
+# Fields of octavo.v1 by the names of `octavo.client.requests`; others keep the last part of theirs.
+_NAMES = {
     "stop.max_tokens": "max_tokens",
     "stop.strings": "stop",
     "stop.token_ids": "stop_token_ids",
-    "stop.include_stop": "include_stop_str_in_output",
-    "num_outputs": "n",
-    "output.logprobs": "top_logprobs",
+    "output.prompt_logprobs": "logprobs",
+    "token_ids.ids": "token_ids",
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.tool_name": "tool_choice",
-    "constraint.json_schema": "response_format",
-    "text": "prompt",
-    "token_ids": "prompt",
-    "inputs": "input",
+    "constraint.choice.options": "choice",
 }
-"""Fields of octavo.v1 by what callers of this interface call them; others keep the last part of their names."""
+# What callers of this interface call these, of several words that one which the request has.
+_FORMS = ("response_format", "guided_json")
+_WORDS = {
+    "max_tokens": ("max_completion_tokens", "max_tokens"),
+    "include_stop": ("include_stop_str_in_output",),
+    "num_outputs": ("n",),
+    "logprobs": ("top_logprobs", "logprobs"),
+    "prompt_logprobs": ("logprobs",),
+    **dict.fromkeys(("text", "token_ids"), ("prompt",)),
+    **dict.fromkeys(("input", "inputs"), ("messages", "prompt", "input")),
+    "json_schema": _FORMS,
+    "json_object": _FORMS,
+    "regex": ("regex", "guided_regex"),
+    "ebnf": ("ebnf", "grammar", "guided_grammar"),
+    "choice": ("choice", "guided_choice"),
+}
+_WORDS["constraint"] = tuple(
+    dict.fromkeys(word for name in ("json_schema", "regex", "ebnf", "choice") for word in _WORDS[name])
+)
+_INNER = (
+    (re.compile(r"(tools\[\d+\])\.(?=name|description|parameters)"), r"\1.function."),
+    (re.compile(r"(tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
+    (re.compile(r"(?<=\.)(parameters|arguments)_json$"), r"\1"),
+    (re.compile(r"^(input\[\d+\])\.(?:text|token_ids(?:\.ids)?)"), r"\1"),
+)
+_NAMED = re.compile(r"(num_outputs|constraint|inputs)(\[\d+\])?: ")  # a message that begins with a field
 
 
-def api_error(error: OctavoError) -> ApiError:
-    """What a failed call becomes."""
+def api_error(error: OctavoError, given: Collection[str] = ()) -> ApiError:
+    """What a failed call becomes. given: names of the fields that the caller set."""
     status, kind = _BY_STATUS.get(error.code, (500, "server_error"))
-    violations = "; ".join(f"{param_of(each.field)}: {each.description}" for each in error.violations)
+    params = [param_of(each.field, given) for each in error.violations]
+    said = (f"{param}: {each.description}" for param, each in zip(params, error.violations, strict=True))
+    message = "; ".join(dict.fromkeys(said))  # two of our fields may be one of theirs
+    if not params and (named := _NAMED.match(error.message)) is not None:
+        params = [word_of(named[1], given) + (named[2] or "")]
+        message = f"{params[0]}: {error.message[named.end() :]}"
+    if not params and error.reason == "EXCEEDS_CAPACITY":
+        params = [word_of("input", given)]
     return ApiError(
         status=status,
-        message=violations or error.message,
+        message=message or error.message,
         type=kind,
-        param=param_of(error.violations[0].field) if error.violations else None,
+        param=params[0] if params else None,
         code=_CODES.get(error.reason, error.reason.lower() or None),
     )
 
 
-def param_of(field: str) -> str:
+def param_of(field: str, given: Collection[str] = ()) -> str:
     """The caller's name of a field of octavo.v1."""
-    for ours, theirs in _FIELDS.items():
-        if field == ours or field.startswith((ours + ".", ours + "[")):
-            return theirs + field[len(ours) :]
-    return field.rpartition(".")[2]
+    for path, name in _NAMES.items():
+        if field == path or field.startswith((path + ".", path + "[")):
+            param = word_of(name, given) + field[len(path) :]
+            break
+    else:
+        name, bracket, index = field.partition("[")
+        param = word_of(name.rpartition(".")[2], given) + bracket + index
+    for pattern, inner in _INNER:
+        param = pattern.sub(inner, param)
+    return param
+
+
+def word_of(name: str, given: Collection[str] = ()) -> str:
+    """The caller's word for a field of `octavo.client.requests`."""
+    words = _WORDS.get(name, (name,))
+    return next((word for word in words if word in given), words[0])

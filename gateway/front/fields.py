@@ -5,7 +5,8 @@ Must not know: HTTP, gRPC.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from octavo.gateway.front.errors import ApiError
 from octavo.v1 import inference_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+MAX_PROMPTS = 2048  # of one request, each of which is a request of its own to the service
 _RENAMED = {"n": "num_outputs", "grammar": "ebnf", "guided_choice": "choice", "guided_regex": "regex"}
 _RENAMED |= {"guided_grammar": "ebnf", "guided_json": "json_schema", "include_stop_str_in_output": "include_stop"}
 
@@ -80,12 +82,15 @@ class GenerateBody(Body):
     def request_fields(self) -> dict[str, Any]:
         """Those of octavo.v1, without input and logprobs. Raises ApiError."""
         given = self.model_dump(exclude_none=True, include=set(_PLAIN) | set(_RENAMED))
+        _check_words(given, self.response_format)
         fields = {_RENAMED.get(name, name): value for name, value in given.items()}
         fields |= self.model_extra or {}
         if fields.get("top_k") == -1:  # vLLM's "all"
             fields["top_k"] = 0
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options belongs to stream true", param="stream_options")
         if self.seed is not None:
             fields["seed"] = self.seed % 2**64  # they have signed ones
         if self.model:
@@ -122,7 +127,7 @@ class ChatBody(GenerateBody):
         """Of the request. Raises ApiError."""
         fields = self.request_fields()
         if self.max_completion_tokens is not None:
-            fields["max_tokens"] = self.max_completion_tokens
+            fields["max_tokens"] = min(self.max_completion_tokens, fields.get("max_tokens", self.max_completion_tokens))
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
@@ -161,9 +166,13 @@ class CompletionBody(GenerateBody):
             fields["logprobs"] = self.logprobs
         if self.echo:
             fields["echo"] = True
-            if self.logprobs is not None:
-                raise ApiError(400, "echo with logprobs is not supported", param="echo")
+        if self.echo and self.logprobs is not None:
+            fields |= {"prompt_logprobs": self.logprobs, "return_prompt": True}
         prompts = [{"text": each} if isinstance(each, str) else {"token_ids": each} for each in inputs_of(self.prompt)]
+        if len(prompts) > MAX_PROMPTS:
+            raise ApiError(
+                400, f"prompt: has {len(prompts):,} entries, at most {MAX_PROMPTS:,} are allowed", param="prompt"
+            )
         return [cast("GenerateFields", fields | prompt) for prompt in prompts]
 
 
@@ -189,10 +198,8 @@ def inputs_of(given: Prompt) -> list[str | list[int]]:
 
 def parse(kind: type[B], body: bytes) -> B:
     """The body of a request. Raises ApiError that names the field."""
+    given = _json_object(body)
     try:
-        given = json.loads(body)
-        if isinstance(given, dict):
-            given = {name: value for name, value in given.items() if value is not None}
         parsed = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
@@ -200,9 +207,7 @@ def parse(kind: type[B], body: bytes) -> B:
         name = ".".join(place) or ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise _unknown(".".join(map(str, first["loc"]))) from None
-        raise ApiError(400, f"{name or 'the body'}: {first['msg'].lower()}", param=name or None) from None
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON") from None
+        raise ApiError(400, f"{name}: {first['msg'].lower()}", param=name) from None
     for name, value in (parsed.model_extra or {}).items():
         if name not in _SAMPLING:
             raise _unknown(name)
@@ -211,24 +216,91 @@ def parse(kind: type[B], body: bytes) -> B:
     return parsed
 
 
+def _json_object(body: bytes) -> dict[str, Any]:
+    """What is set in it. Raises ApiError."""
+    try:
+        given = json.loads(body.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON in UTF-8") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    if _HALF_A_PAIR.search(body):
+        for name, value in given.items():
+            if not (_is_unicode(name) and _is_unicode(value)):
+                shown = name.encode(errors="backslashreplace").decode()
+                raise ApiError(400, f"{shown}: has half a surrogate pair, which no text can have", param=shown)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # or a whole one
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _unknown(name: str) -> ApiError:
     return ApiError(400, f"unknown or unsupported field: {name}", param=name, code="unknown_parameter")
+
+
+def _refuse_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Fields that say nothing pass: clients send back what they got, with every field that there is."""
+    for name, value in given.items():
+        if name not in known and value not in (None, "", [], {}):
+            raise _unknown(f"{where}.{name}")
+
+
+def _refused(where: str, why: str) -> ApiError:
+    return ApiError(400, f"{where}: {why}", param=where)
+
+
+# Names that say one thing: what the output must look like, and whether its stop string is part of it.
+_CONSTRAINTS = ("regex", "guided_regex", "ebnf", "grammar", "guided_grammar", "choice", "guided_choice", "guided_json")
+
+
+def _check_words(given: Collection[str], response_format: Mapping[str, Any] | None) -> None:
+    """Raises ApiError where two fields ask for a form of the output."""
+    names = [name for name in _CONSTRAINTS if name in given]
+    if (response_format or {}).get("type", "text") != "text":
+        names.append("response_format")
+    if len(names) > 1:
+        why = f"{names[1]}: an output has one form at most, and {names[0]} asks for another"
+        raise ApiError(400, why, param=names[1])
+
+
+_MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")  # a name changes nothing: no template has a place
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     where, role = f"messages[{index}]", message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        why = f"{where}.role: {role!r} is none of system, developer, user, assistant, tool"
-        raise ApiError(400, why, param=f"{where}.role")
+        raise _refused(f"{where}.role", f"{role!r} is none of system, developer, user, assistant, tool")
+    _refuse_others(where, message, _MESSAGE)
     turn = {"role": "system" if role == "developer" else role, "content": _content(where, message.get("content"))}
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ApiError(400, f"{where}.tool_calls: not a list of calls", param=f"{where}.tool_calls")
-        turn["tool_calls"] = calls
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise _refused(f"{where}.tool_calls", "not a list of calls")
+        turn["tool_calls"] = [_call(f"{where}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
     if message.get("tool_call_id"):
         turn["tool_call_id"] = str(message["tool_call_id"])
     return turn
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    """One that the model made in an earlier turn."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise _refused(where, "only calls of functions with a name are supported")
+    _refuse_others(where, call, ("id", "type", "function", "index"))
+    _refuse_others(f"{where}.function", function, ("name", "arguments"))
+    arguments = function.get("arguments") or "{}"  # some servers send none back
+    if not isinstance(arguments, str | dict):
+        raise _refused(f"{where}.function.arguments", "not the text of a JSON object")
+    return {"id": str(call.get("id") or ""), "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _content(where: str, content: Any) -> str:
@@ -237,38 +309,55 @@ def _content(where: str, content: Any) -> str:
         return content or ""
     parts: list[Any] = content if isinstance(content, list) else [None]
     for number, part in enumerate(parts):
+        param = f"{where}.content[{number}]"
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            param = f"{where}.content[{number}]"
-            raise ApiError(400, f"{param}: only text is supported", param=param)
+            raise _refused(param, "only text is supported")
+        _refuse_others(param, part, ("type", "text"))
     return "".join(part["text"] for part in parts)
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
+    """`strict` holds where a call is forced; where the model chooses it changes nothing."""
+    function, where = tool.get("function"), f"tools[{index}]"
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"tools[{index}]: only functions with a name are supported", param=f"tools[{index}]")
-    return tool
+        raise _refused(where, "only functions with a name are supported")
+    _refuse_others(where, tool, ("type", "function"))
+    _refuse_others(f"{where}.function", function, ("name", "description", "parameters", "strict"))
+    if not function["name"]:
+        raise _refused(f"{where}.function.name", "must not be empty")
+    description, parameters = function.get("description") or "", function.get("parameters")
+    if not isinstance(description, str):
+        raise _refused(f"{where}.function.description", "not a text")
+    if not isinstance(parameters, dict | None):
+        raise _refused(f"{where}.function.parameters", "not a JSON schema")
+    return {"name": function["name"], "description": description, "parameters": parameters}
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
     if choice is None or choice in ("auto", "none", "required"):
         return str(choice or "")
-    name = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise ApiError(400, "tool_choice: it is auto, none, required, or names a function", param="tool_choice")
+        raise _refused("tool_choice", "it is auto, none, required, or names a function")
+    if name in ("auto", "none", "required"):
+        raise _refused("tool_choice", f"a function that is called {name} cannot be asked for by its name")
     return name
 
 
 def _constraint(wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     """Of response_format."""
-    kind = (wanted or {}).get("type")
-    if wanted is None or kind == "text":
+    if wanted is None:
         return {}
-    if kind == "json_object":
-        return {"json_object": True}
+    kind = wanted.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _refused("response_format", "its type is text, json_object, or json_schema with json_schema.schema")
+    _refuse_others("response_format", wanted, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else {}
     given: Any = wanted.get("json_schema")
     schema = given.get("schema") if isinstance(given, Mapping) else None
-    if kind == "json_schema" and isinstance(schema, Mapping):
-        return {"json_schema": schema}
-    why = "response_format: its type is text, json_object, or json_schema with json_schema.schema"
-    raise ApiError(400, why, param="response_format")
+    if not isinstance(schema, Mapping):
+        raise _refused("response_format", "its type is json_schema, and there is no json_schema.schema")
+    _refuse_others("response_format.json_schema", given, ("name", "description", "schema", "strict"))
+    return {"json_schema": schema}

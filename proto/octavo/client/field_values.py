@@ -19,5 +19,5 @@ def naming(field: str) -> Iterator[None]:
         yield
     except TypeError as error:
         raise TypeError(f"{field}: {error}") from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{field}: {error}") from None

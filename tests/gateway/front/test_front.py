@@ -123,7 +123,7 @@ def test_a_caller_that_hangs_up_frees_its_memory(stream: bool, fronted: tuple[Se
     [
         ("/v1/chat/completions", b"{", 400, None, "the body is not JSON"),
         ("/v1/chat/completions", b"[" * 100_000, 400, None, "the body is not JSON"),
-        ("/v1/chat/completions", [], 400, None, "the body: input should be a valid dictionary"),
+        ("/v1/chat/completions", [], 400, None, "the body must be a JSON object"),
         ("/v1/chat/completions", {}, 400, "messages", "messages: field required"),
         ("/v1/chat/completions", CHAT | {"frob": 1}, 400, "frob", "unknown or unsupported field: frob"),
         ("/v1/chat/completions", CHAT | {"n": "many"}, 400, "n", "n: input should be a valid integer"),
@@ -160,6 +160,33 @@ def test_mistakes_are_objects_of_openais_kind(
     assert answer["error"].keys() == {"message", "type", "param", "code"}
     assert answer["error"]["param"] == param
     assert answer["error"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", [5, 6, 7], [5]])
+def test_an_echoed_prompt_has_its_log_probabilities(prompt: str | list[int], fronted: tuple[Service, int]) -> None:
+    """What evaluation harnesses score texts by; whole and as a stream."""
+    body = {"prompt": prompt, "max_tokens": 2, "echo": True, "logprobs": 1, "n": 2, "seed": 7}
+    status, answer, _ = ask(fronted[1], "/v1/completions", body)
+    assert status == 200
+    num_tokens = answer["usage"]["prompt_tokens"] + 2
+    for choice in answer["choices"]:
+        scores = choice["logprobs"]
+        assert {name: len(each) for name, each in scores.items()} == dict.fromkeys(scores, num_tokens)
+        assert (scores["token_logprobs"][0], scores["top_logprobs"][0]) == (None, None)
+        assert all(isinstance(each, float) for each in scores["token_logprobs"][1:])
+        assert [len(each) for each in scores["top_logprobs"][1:]] == [1] * (num_tokens - 1)
+        assert "".join(scores["tokens"]) == choice["text"]
+        ends = [start + len(token) for start, token in zip(scores["text_offset"], scores["tokens"], strict=True)]
+        assert scores["text_offset"] == [0, *ends[:-1]]
+    connection = _connection(fronted[1])
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
+    pieces = [each["choices"][0] for each in events(connection.getresponse()) if each != "[DONE]"]
+    connection.close()
+    for choice in answer["choices"]:
+        own = [piece for piece in pieces if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in own) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [each for piece in own if piece["logprobs"] for each in piece["logprobs"][name]] == values
 
 
 def test_what_is_null_is_unset(fronted: tuple[Service, int]) -> None:

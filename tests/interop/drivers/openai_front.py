@@ -93,6 +93,13 @@ def test_completions_have_sixteen_tokens_echo_and_logprobs(client: openai.OpenAI
     assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 4
     assert [len(each) for each in found.top_logprobs] == [2] * 4
     assert "".join(found.tokens) == probable.choices[0].text
+    both = client.completions.create(
+        model=MODEL, prompt="Once upon", temperature=0, max_tokens=1, echo=True, logprobs=1
+    )
+    found = both.choices[0].logprobs
+    assert "".join(found.tokens) == both.choices[0].text
+    assert found.token_logprobs[0] is None
+    assert len(found.token_logprobs) == both.usage.total_tokens
 
 
 def test_a_streamed_tool_call_is_whole(client: openai.OpenAI) -> None:
