@@ -15,12 +15,19 @@ import torch
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.config import ModelConfig
 from octavo.model.gpu.layers import SumsInPlace
+from octavo.model.gpu.overlapping_layers import MULTIPROCESSORS
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.checks import next_power_of_2
 from octavo.model.kernels.overlap import Overlap
-from octavo.model.kernels.small_batch.attention import combine, small_batch_attention, split_buffers
+from octavo.model.kernels.small_batch.attention import (
+    MAX_SPLITS,
+    AttentionCut,
+    combine,
+    small_batch_attention,
+    split_buffers,
+)
 from octavo.model.kernels.small_batch.launch import MAX_WARPS, Cut
 from octavo.model.kernels.small_batch.mlp import (
     small_batch_add_product,
@@ -31,6 +38,10 @@ from octavo.model.kernels.small_batch.mlp import (
 from octavo.model.kernels.small_batch.qkv import small_batch_qkv
 
 MAX_SMALL_BATCH = 8
+LEAST_TILE, MOST_TILE, LONGEST_GRAIN = 32, 256, 128
+"""Tokens."""
+ATTENDED_BYTES = 65_536
+"""Of keys and values that the programs of a multiprocessor ask for at first."""
 LANES = 32
 MAX_ELEMENTS_OF_LANE, MAX_ELEMENTS_OF_LONG_ROW = 160, 108
 """Of a row of weights: more would not fit a thread's registers beside the vector. Fewer were faster where several warps
@@ -41,19 +52,20 @@ MAX_ROWS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallBatchCuts:
-    """How each product of a layer is cut, and the head; attention_warps of each attention program."""
+    """How each product of a layer is cut, attention, and the head."""
 
     qkv: Cut
     output: Cut
     gate_up: Cut
     down: Cut
     head: Cut
-    attention_warps: int = 4
+    attention: AttentionCut
 
 
-def cuts_of(config: ModelConfig) -> SmallBatchCuts:
+def cuts_of(config: ModelConfig, *, number_bytes: int = 2) -> SmallBatchCuts:
     """Cuts by the weights that a program reads and that each of its threads holds, or the keys and values: the fastest
-    of those that were tried for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md)."""
+    of those that were tried for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md). number_bytes: of a weight, a key or a
+    value."""
 
     def num_rows(row_elements: int, program_bytes: int, *, least: int = 1) -> int:
         wanted = program_bytes // (2 * row_elements)
@@ -78,7 +90,18 @@ def cuts_of(config: ModelConfig) -> SmallBatchCuts:
         gate_up=together(D, 2, 16384, of_lane=80 if num_rows(2 * D, 16384) == 1 else 112),
         down=one_by_one(I, 40960),
         head=together(D, 1, 0, of_lane=MAX_ELEMENTS_OF_LANE, least=4),
-        attention_warps=8 if config.head_dim >= 128 else 4,
+        attention=_attention_cut_of(config, number_bytes),
+    )
+
+
+def _attention_cut_of(config: ModelConfig, number_bytes: int) -> AttentionCut:
+    """The first tiles of a long context, as many as there are parts, are all on their way at once, and no more bytes of
+    them than a multiprocessor has registers for beside the kernels that follow."""
+    H, programs = config.head_dim, -(-config.num_key_value_heads * MAX_SPLITS // MULTIPROCESSORS)
+    wanted = min(MOST_TILE, max(LEAST_TILE, ATTENDED_BYTES // (programs * 2 * number_bytes * H)))
+    tile = 1 << (wanted.bit_length() - 1)
+    return AttentionCut(
+        grain=min(LONGEST_GRAIN, tile), tile=tile, warps=8 if programs <= 2 else 4, stages=3 if programs > 1 else 1
     )
 
 
@@ -166,10 +189,10 @@ class SmallBatchOps(SumsInPlace):
         parts = (own.part_BWNH, own.log_BWN)
         small_batch_attention(
             q_BNH, own.kv.k_pools[layer], own.kv.v_pools[layer], *parts, rows_B, state.position_R, state.table_RM,
-            self.weights.config.scale, warps=self.cuts.attention_warps, overlap=own.overlap,
+            self.weights.config.scale, cut=self.cuts.attention, overlap=own.overlap,
         )  # fmt: skip
         out_BNH = own.out_BNH[: len(x_BD)]
-        combine(*parts, out_BNH, rows_B, state.position_R, overlap=own.overlap)
+        combine(*parts, out_BNH, rows_B, state.position_R, grain=self.cuts.attention.grain, overlap=own.overlap)
         return out_BNH
 
     def add_output(self, layer: int, x_BD: torch.Tensor, attended_BNH: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention of a few rows over their paged context, cut into many short parts, so that few rows fill the device.
 
 Queries and the new key and value come from model/kernels/small_batch/qkv.py. Each row's context is cut into at most
-MAX_SPLITS parts of whole tiles; each program leaves its part's average of values and the logarithm of its weight, and
+MAX_SPLITS parts of equal length; each program leaves its part's average of values and the logarithm of its weight, and
 model/kernels/small_batch/attention.py adds them up. The first tile of keys and
 values, all of it from former steps, is loaded before the kernel waits for the queries.
 
@@ -10,6 +10,8 @@ values, all of it from former steps, is loaded before the kernel waits for the q
 Legend: B sequences · R rows of the state · M table width · N query heads · K kv heads · H head dim · P blocks ·
 S block size · W parts at most.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,9 +22,19 @@ from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of
 from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 MAX_SPLITS = 64
-TILE_TOKENS = 64
-STAGES = 5  # two buffers: see model/kernels/attention/paged_tile.py
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCut:
+    """Parts are whole multiples of so many tokens, which are the tile of the shortest; tokens of a longer part's tiles;
+    warps of a program, and stages of its loop over the tiles behind the first: 1 has no buffer, 3 have one
+    (model/kernels/attention/paged_tile.py)."""
+
+    grain: int = 64
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
 
 
 def split_buffers(
@@ -36,10 +48,10 @@ def split_buffers(
     )
 
 
-def cut_context(position: int) -> tuple[int, int]:
+def cut_context(position: int, grain: int) -> tuple[int, int]:
     """(tokens of a part, parts) of a row with so many cached tokens."""
-    tiles = -(-position // TILE_TOKENS)
-    chunk = max(1, -(-tiles // MAX_SPLITS)) * TILE_TOKENS
+    grains = -(-position // grain)
+    chunk = max(1, -(-grains // MAX_SPLITS)) * grain
     return chunk, max(1, -(-position // chunk))
 
 
@@ -51,6 +63,7 @@ def small_batch_attention_reference(
     position_R: torch.Tensor,
     table_RM: torch.Tensor,
     scale: float,
+    grain: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The obvious reference in float32: part_BWNH and log_BWN (base 2), NaN where a row has no such part."""
     B, N, H = q_BNH.shape
@@ -58,7 +71,7 @@ def small_batch_attention_reference(
     parts, logs = torch.full((B, MAX_SPLITS, N, H), float("nan")), torch.full((B, MAX_SPLITS, N), float("nan"))
     for b, row in enumerate(rows_B.tolist()):
         position = int(position_R[row])
-        chunk, count = cut_context(position)
+        chunk, count = cut_context(position, grain)
         blocks = table_RM[row, : position // S + 1].long()
         for w in range(count):
             part = slice(w * chunk, (w + 1) * chunk if w + 1 < count else position + 1)
@@ -72,29 +85,20 @@ def small_batch_attention_reference(
 
 
 @triton.jit
-def num_parts(position, SPLITS: tl.constexpr, TILE: tl.constexpr):
+def num_parts(position, SPLITS: tl.constexpr, GRAIN: tl.constexpr):
     """(tokens of a part, parts), as `cut_context`."""
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(position, TILE), SPLITS), 1) * TILE
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(position, GRAIN), SPLITS), 1) * GRAIN
     return chunk, tl.maximum(tl.cdiv(position, chunk), 1)
 
 
 @triton.jit
-def _small_batch_attention_kernel(
-    q_BNH, k_pool, v_pool, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_width, log2_scale,
+def _attend_part(
+    q_BNH, k_pool, v_pool, part_BWNH, log_BWN, table, position, log2_scale, b, split, kv_head, chunk, count,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_next(PDL)
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    b = tl.program_id(2)
+    """Waits for the queries, once the first tile is on its way."""
     G: tl.constexpr = N // K
-    row = tl.load(rows_B + b)
-    position = tl.load(position_R + row)
-    chunk, count = num_parts(position, SPLITS, TILE)
-    if split >= count:
-        return  # at once: waiting it would keep its room from the kernels behind; part 0 waits in its place
-    table = table_RM + row.to(tl.int64) * table_width
     start = split * chunk
     end = tl.minimum(start + chunk, position)
     keys, values, has = load_tile(k_pool, v_pool, table, start, end, kv_head, K, H, S, TILE)
@@ -125,6 +129,34 @@ def _small_batch_attention_kernel(
     tl.store(log_BWN + at, most + tl.log2(total), mask=is_head)
 
 
+@triton.jit
+def _small_batch_attention_kernel(
+    q_BNH, k_pool, v_pool, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_width, log2_scale,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, GRAIN: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2)
+    row = tl.load(rows_B + b)
+    position = tl.load(position_R + row)
+    chunk, count = num_parts(position, SPLITS, GRAIN)
+    if split >= count:
+        return  # at once: waiting it would keep its room from the kernels behind; part 0 waits in its place
+    table = table_RM + row.to(tl.int64) * table_width
+    if GRAIN < TILE and chunk == GRAIN:  # what a short context needs not would only take time
+        _attend_part(
+            q_BNH, k_pool, v_pool, part_BWNH, log_BWN, table, position, log2_scale, b, split, kv_head, chunk, count,
+            N, K, H, S, GROUP, SPLITS, GRAIN, STAGES, PDL,
+        )  # fmt: skip
+    else:
+        _attend_part(
+            q_BNH, k_pool, v_pool, part_BWNH, log_BWN, table, position, log2_scale, b, split, kv_head, chunk, count,
+            N, K, H, S, GROUP, SPLITS, TILE, STAGES, PDL,
+        )  # fmt: skip
+
+
 def small_batch_attention(
     q_BNH: torch.Tensor,
     k_pool_PKSH: torch.Tensor,
@@ -136,7 +168,7 @@ def small_batch_attention(
     table_RM: torch.Tensor,
     scale: float,
     *,
-    warps: int = 4,
+    cut: AttentionCut,
     overlap: Overlap,
 ) -> None:
     """Attention of each row's parts; position_R is the new token's position, whose key and value are in the pools.
@@ -154,13 +186,13 @@ def small_batch_attention(
     check_tensor("table_RM", table_RM, shape=(len(position_R), None), dtype=torch.int32)
     if N % K or H & (H - 1) or H < 16 or len(part_BWNH) < B:
         raise ValueError(f"{B} rows of {N} heads over {K} KV heads of {H} do not fit the kernel or its buffers")
-    most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, TILE_TOKENS))
+    most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, cut.grain))
     # Heads before parts: those that a context has are started first.
     _small_batch_attention_kernel[(K, most_parts, B)](
         q_BNH, k_pool_PKSH, v_pool_PKSH, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_RM.shape[1],
         scale * LOG2_E,
-        N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, STAGES=STAGES,
-        PDL=overlap.value, num_warps=warps, launch_pdl=overlap.value,
+        N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, GRAIN=cut.grain,
+        TILE=cut.tile, STAGES=cut.stages, PDL=overlap.value, num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip
 
 
@@ -172,12 +204,12 @@ def small_batch_attention(
 
 
 def combine_reference(
-    part_BWNH: torch.Tensor, log_BWN: torch.Tensor, rows_B: torch.Tensor, position_R: torch.Tensor
+    part_BWNH: torch.Tensor, log_BWN: torch.Tensor, rows_B: torch.Tensor, position_R: torch.Tensor, grain: int
 ) -> torch.Tensor:
     """The obvious reference of `combine`: float32 [B, N, H]."""
     rows = []
     for b, row in enumerate(rows_B.tolist()):
-        count = cut_context(int(position_R[row]))[1]
+        count = cut_context(int(position_R[row]), grain)[1]
         weight_WN = torch.softmax(log_BWN[b, :count] / 1.4426950408889634, dim=0)
         rows.append((weight_WN[:, :, None] * part_BWNH[b, :count]).sum(dim=0))
     return torch.stack(rows)
@@ -186,14 +218,14 @@ def combine_reference(
 @triton.jit
 def _combine_kernel(
     part_BWNH, log_BWN, out_BNH, rows_B, position_R,
-    N: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, GRAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     n = tl.program_id(0)
     b = tl.program_id(1)
     w = tl.arange(0, SPLITS)
     h = tl.arange(0, H)
-    _, count = num_parts(tl.load(position_R + tl.load(rows_B + b)), SPLITS, TILE)
+    _, count = num_parts(tl.load(position_R + tl.load(rows_B + b)), SPLITS, GRAIN)
     at = (b * SPLITS + w) * N + n
     wait_for_previous(PDL)
     log = tl.load(log_BWN + at, mask=w < count, other=float("-inf"))
@@ -210,9 +242,13 @@ def combine(
     rows_B: torch.Tensor,
     position_R: torch.Tensor,
     *,
+    grain: int,
     overlap: Overlap,
 ) -> None:
-    """out_BNH = the parts of each row's attention, added up. Raises ValueError where a tensor does not fit."""
+    """out_BNH = the parts of each row's attention, of whole multiples of grain tokens, added up.
+
+    Raises ValueError where a tensor does not fit.
+    """
     B, N, H = out_BNH.shape
     check_tensor("part_BWNH", part_BWNH, shape=(None, MAX_SPLITS, N, H), dtype=torch.float32)
     check_tensor("log_BWN", log_BWN, shape=(len(part_BWNH), MAX_SPLITS, N), dtype=torch.float32)
@@ -223,6 +259,6 @@ def combine(
     check_tensor("out_BNH", out_BNH, shape=(B, N, H), dtype=out_BNH.dtype)
     _combine_kernel[(N, B)](
         part_BWNH, log_BWN, out_BNH, rows_B, position_R,
-        N=N, H=H, SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, PDL=overlap.value,
+        N=N, H=H, SPLITS=MAX_SPLITS, GRAIN=grain, PDL=overlap.value,
         num_warps=4, launch_pdl=overlap.value,
     )  # fmt: skip

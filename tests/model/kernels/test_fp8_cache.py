@@ -17,6 +17,7 @@ from octavo.model.kernels.attention.prefill import list_tiles, prefill_attention
 from octavo.model.kernels.attention.rope_write import rope_write, rope_write_reference
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.attention import (
+    AttentionCut,
     combine,
     combine_reference,
     small_batch_attention,
@@ -155,12 +156,13 @@ def test_kernels_for_a_small_batch(N: int, K: int, H: int) -> None:
     close(q, expected_q)
     cache.check_written()
     part, log = (torch.full_like(t, float("nan")) for t in split_buffers(B, N, H, DEVICE))
-    small_batch_attention(q, *cache.small, part, log, *on_device(*shared), H**-0.5, overlap=OVERLAP)
+    cut = AttentionCut(grain=32, tile=32)
+    small_batch_attention(q, *cache.small, part, log, *on_device(*shared), H**-0.5, cut=cut, overlap=OVERLAP)
     out = torch.full((B, N, H), float("nan"), dtype=DTYPE, device=DEVICE)
-    combine(part, log, out, *on_device(cache.rows_B, cache.position_R), overlap=OVERLAP)
+    combine(part, log, out, *on_device(cache.rows_B, cache.position_R), grain=cut.grain, overlap=OVERLAP)
     plain = [pool.cpu().float() for pool in cache.small]
-    parts = small_batch_attention_reference(q.cpu(), *plain, *shared, H**-0.5)
-    close(out, combine_reference(*parts, cache.rows_B, cache.position_R))
+    parts = small_batch_attention_reference(q.cpu(), *plain, *shared, H**-0.5, cut.grain)
+    close(out, combine_reference(*parts, cache.rows_B, cache.position_R, cut.grain))
 
 
 @pytest.mark.sanitize

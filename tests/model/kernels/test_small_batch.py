@@ -9,6 +9,7 @@ from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.rows import rms_norm_reference
 from octavo.model.kernels.small_batch.attention import (
     MAX_SPLITS,
+    AttentionCut,
     combine,
     combine_reference,
     cut_context,
@@ -102,16 +103,17 @@ def test_a_product_alone_equals_torch(O: int, Q: int, B: int, dtype: torch.dtype
 @pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("N", "K", "H", "positions"),
+    ("N", "K", "H", "positions", "cut"),
     [
-        (14, 2, 64, [0, 63, 64, 65]),
-        (12, 2, 128, [129, 1]),
-        (3, 1, 64, [64 * MAX_SPLITS + 70]),
-        (2, 2, 16, [700]),
+        (14, 2, 64, [0, 63, 64, 65], AttentionCut()),
+        (12, 2, 128, [129, 1], AttentionCut(grain=128, tile=128, warps=8, stages=1)),
+        (3, 1, 64, [64 * MAX_SPLITS + 70], AttentionCut()),
+        (3, 1, 16, [32 * MAX_SPLITS + 70], AttentionCut(grain=32, tile=32, stages=1)),
+        (2, 2, 64, [700, 255, 256, 257, 64 * MAX_SPLITS + 70], AttentionCut(tile=256, warps=8, stages=1)),
     ],
 )
 def test_attention_equals_its_reference_part_by_part_and_added_up(
-    N: int, K: int, H: int, positions: list[int], dtype: torch.dtype
+    N: int, K: int, H: int, positions: list[int], cut: AttentionCut, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     B = len(positions)
@@ -129,22 +131,26 @@ def test_attention_equals_its_reference_part_by_part_and_added_up(
         position_R.to(DEVICE),
         table.to(DEVICE),
         H**-0.5,
-        warps=8 if H == 128 else 4,
+        cut=cut,
         overlap=OVERLAP,
     )
-    expected_part, expected_log = small_batch_attention_reference(q, k_pool, v_pool, rows, position_R, table, H**-0.5)
+    expected_part, expected_log = small_batch_attention_reference(
+        q, k_pool, v_pool, rows, position_R, table, H**-0.5, cut.grain
+    )
     close(part[:B], expected_part, dtype)
     close(log[:B], expected_log, dtype)
-    summed = combine_reference(expected_part, expected_log, rows, position_R)
+    summed = combine_reference(expected_part, expected_log, rows, position_R, cut.grain)
     out = torch.full((B, N, H), float("nan"), dtype=dtype, device=DEVICE)
-    combine(part, log, out, rows.to(DEVICE), position_R.to(DEVICE), overlap=OVERLAP)
+    combine(part, log, out, rows.to(DEVICE), position_R.to(DEVICE), grain=cut.grain, overlap=OVERLAP)
     close(out, summed, dtype)
 
 
-def test_contexts_are_cut_into_whole_tiles() -> None:
-    assert [cut_context(n) for n in (0, 1, 64, 65, 64 * MAX_SPLITS, 64 * MAX_SPLITS + 1)] == [
-        (64, 1), (64, 1), (64, 1), (64, 2), (64, MAX_SPLITS), (128, MAX_SPLITS // 2 + 1),
-    ]  # fmt: skip
+def test_contexts_are_cut_into_equal_parts() -> None:
+    for grain in (32, 256):
+        most = grain * MAX_SPLITS
+        assert [cut_context(n, grain) for n in (0, 1, grain, grain + 1, most, most + 1)] == [
+            (grain, 1), (grain, 1), (grain, 1), (grain, 2), (grain, MAX_SPLITS), (2 * grain, MAX_SPLITS // 2 + 1),
+        ]  # fmt: skip
 
 
 @pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
