@@ -40,12 +40,13 @@ WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
-KERNELS = 7
+KERNELS = 8
 """One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
 again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
 too. 4: those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut
 another way, and one row may take those that overlap. 6: rows stand at a context when they are timed; programs without a
-part of a context end at once. 7: gate and up of few rows sum the norm's squares first."""
+part of a context end at once. 7: gate and up of few rows sum the norm's squares first. 8: a small batch's attention
+keeps longer tiles in registers; a size is timed in its middle."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
@@ -79,9 +80,10 @@ class Overlapping:
 StepPath = Cublas | SmallBatch | SplitK | Overlapping
 
 
-def candidates(config: ModelConfig) -> dict[str, StepPath]:
-    """Every path that there is for the shape, by the name it has in the cache."""
-    ways: dict[str, StepPath] = {"cublas": Cublas(), "small_batch": SmallBatch(cuts_of(config))}
+def candidates(config: ModelConfig, *, number_bytes: int = 2) -> dict[str, StepPath]:
+    """Every path that there is for the shape, by the name it has in the cache. number_bytes: of a weight."""
+    small_batch = SmallBatch(cuts_of(config, number_bytes=number_bytes))
+    ways: dict[str, StepPath] = {"cublas": Cublas(), "small_batch": small_batch}
     ways |= {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
     return ways | {f"overlapping-{size}": Overlapping(overlapping_cuts_of(config, size)) for size in OVERLAPPING_SIZES}
 
@@ -136,7 +138,7 @@ class Autotuner:
     @classmethod
     def find(cls, config: ModelConfig, weight: torch.Tensor, ranks: Ranks = ALONE) -> "Autotuner":
         """The choice kept for this shape and the weight's dtype and device, if there is one. config: of this rank."""
-        usable = candidates(config)
+        usable = candidates(config, number_bytes=weight.element_size())
         if not fits_split_k_tiles(weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
         if not fits_overlapping(config, weight):
@@ -162,11 +164,15 @@ class Autotuner:
         return self._candidates[name]
 
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
-        """Time `run` of the largest size that each of TIMED_SIZES stands for, where it has not been chosen yet, on
-        every path, and keep the fastest. Before serving: the device must be idle, and the rows that `run` moves on must
+        """Time `run` of the size in the middle of those that each of TIMED_SIZES stands for, where it has not been
+        chosen yet, on every path, and keep the fastest: with all of 256 rows another one may be faster than with any
+        number below. Before serving: the device must be idle, and the rows that `run` moves on must
         belong to no request. Without a CUDA device: the rule."""
-        largest = {self._stands_for(size): size for size in sorted(sizes)}
-        missing = {key: size for key, size in largest.items() if key is not None and key not in self.names}
+        stood_for: dict[int, list[int]] = {}
+        for size in sorted(sizes):
+            if (key := self._stands_for(size)) is not None and key not in self.names:
+                stood_for.setdefault(key, []).append(size)
+        missing = {key: sizes[len(sizes) // 2] for key, sizes in stood_for.items()}
         if self._file is None or not missing:
             return
         stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each that it has seen
