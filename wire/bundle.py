@@ -1,6 +1,9 @@
-"""The tokenizer files that travel from a worker to its gateways: which may, and their digest."""
+"""The tokenizer files that travel from a worker to its gateways: which may, their digest, and the special tokens that
+they name."""
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 BUNDLE_FILES = (
     "added_tokens.json",
@@ -14,6 +17,8 @@ BUNDLE_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class BundleError(ValueError):
@@ -40,3 +45,22 @@ def check_bundle(files: dict[str, bytes], digest: str) -> None:
     actual = bundle_digest(files)
     if actual != digest:
         raise BundleError(f"digest is {actual}, announced was {digest[:80]!r}")
+
+
+def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    """Name ("eos_token") -> text, of those that have one, as transformers has them.
+
+    config: tokenizer_config.json. tokens_map: special_tokens_map.json, which counts where config lists no
+    added_tokens_decoder, and then first: checkpoints saved before there was one.
+    """
+    of_map = {} if "added_tokens_decoder" in config else tokens_map
+    named = {name: of_map.get(name, config.get(name)) for name in SPECIAL_NAMES}
+    extra = config.get("extra_special_tokens")
+    texts = {name: _text(token) for name, token in (named | (extra if isinstance(extra, dict) else {})).items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _text(token: object) -> str | None:
+    """A token is its text or, with what else is said of it, an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

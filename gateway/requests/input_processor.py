@@ -270,7 +270,7 @@ class InputProcessor:
         if asked.WhichOneof("input") == "text":
             words = asked.text
             return await self._text.run_steps(text.encoding(words, bounds), num_bytes=len(words), share=share)
-        template, chat, num_bytes = text.template, asked.chat, asked.chat.ByteSize()
+        chat, num_bytes = asked.chat, asked.chat.ByteSize()
 
         def mark() -> tuple[bytes, MarkedChat]:
             marked = text.marked(chat_input(chat))
@@ -278,6 +278,7 @@ class InputProcessor:
 
         written, marked = await self._text.run_by_size(mark, num_bytes=num_bytes, share=share)
         max_bytes = bounds.max_bytes * (_MARKED if marked.mark else 1)
+        template = text.template_of(marked.chat)
         rendered = await self._renderer.render(template, written, max_bytes=max_bytes, share=share)
         steps = text.rendered_encoding(rendered, marked.mark, bounds)
         return await self._text.run_steps(steps, num_bytes=len(rendered), share=share)

@@ -14,8 +14,10 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.gateway.text.errors import PromptTooLong, TemplateError
+from octavo.wire.bundle import special_tokens
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""The names of templates that are rendered: the second for chats with tools, where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +47,6 @@ class ChatTemplate:
         """Hex, of everything that it is."""
         everything = json.dumps([self.source, self.special_tokens, self.name])
         return hashlib.sha256(everything.encode()).hexdigest()
-
-    @classmethod
-    def from_files(cls, files: Mapping[str, bytes]) -> "ChatTemplate | None":
-        """From chat_template.jinja, else from tokenizer_config.json; None where the checkpoint has none."""
-        config = _tokenizer_config(files)
-        source = _template_source(files, config)
-        if source is None:
-            return None
-        tokens = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
-        name = "chat_template.jinja" if "chat_template.jinja" in files else "tokenizer_config.json"
-        return cls(source, tokens, name=name)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -173,23 +164,29 @@ def _check_name(name: object) -> None:
 # ---------------------------------------------------------------- files
 
 
-def _tokenizer_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+def templates_of(files: Mapping[str, bytes]) -> dict[str, ChatTemplate]:
+    """By name, as transformers finds them: chat_template.jinja is `DEFAULT`, else what tokenizer_config.json has, one
+    or several. Empty where the checkpoint has none."""
+    config, tokens_map = (_json_object(files, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    tokens = special_tokens(config, tokens_map)
+    if "chat_template.jinja" in files:
+        source = files["chat_template.jinja"].decode("utf-8", "replace")
+        return {DEFAULT: ChatTemplate(source, tokens, name="chat_template.jinja")}
+    sources = _named_sources(config.get("chat_template"))
+    return {name: ChatTemplate(source, tokens, name="tokenizer_config.json") for name, source in sources.items()}
+
+
+def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        content = json.loads(files.get(name, b"{}"))
     except ValueError:
         return {}
-    return config if isinstance(config, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode("utf-8", "replace")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several by name, in older checkpoints
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _token_text(token: str | dict[str, Any]) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else token
+def _named_sources(given: object) -> dict[str, str]:
+    """Several are a list of objects, or an object."""
+    if isinstance(given, list):
+        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    named = given if isinstance(given, dict) else {DEFAULT: given}
+    return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
-from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
+from octavo.gateway.text.chat_template import DEFAULT, TOOL_USE, ChatInput, ChatTemplate, templates_of
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TooManyTokens, UnsupportedTokenizer
 from octavo.gateway.text.pieces import ByteTable, TextPieces, byte_level_config
 from octavo.gateway.text.service import STEP_BYTES, Steps
@@ -161,7 +161,7 @@ def finish(steps: Steps[T]) -> T:
 
 
 class ModelText:
-    """One tokenizer with its chat template."""
+    """One tokenizer with its chat templates."""
 
     def __init__(self, files: Mapping[str, bytes], *, num_ids: int) -> None:
         """files: a TokenizerBundle's. num_ids: ids that the model may send. Raises UnsupportedTokenizer."""
@@ -177,7 +177,7 @@ class ModelText:
         special_ids = frozenset(self._special_ids.values())
         self.table = ByteTable.build(self._tokenizer.get_vocab(), special_ids, num_ids=num_ids)
         self._control = ControlTokens(self._special_ids)
-        self._template = ChatTemplate.from_files(files)
+        self._templates = templates_of(files)
         self._plain: Tokenizer | None = None
         self._plain_lock = threading.Lock()
 
@@ -218,12 +218,14 @@ class ModelText:
         self._check_size(text, bounds)
         return self._encoding([text], text, self._tokenizer, self._pieces, bounds)
 
-    @property
-    def template(self) -> ChatTemplate:
-        """Raises TemplateError where there is none."""
-        if self._template is None:
-            raise TemplateError("this model has no chat template: send text or token ids")
-        return self._template
+    def template_of(self, chat: ChatInput) -> ChatTemplate:
+        """The one for this chat. Raises TemplateError where there is none."""
+        if chat.tools and TOOL_USE in self._templates:
+            return self._templates[TOOL_USE]
+        if DEFAULT not in self._templates:
+            has = f", only {', '.join(map(repr, self._templates))}" if self._templates else ""
+            raise TemplateError(f"this model has no chat template{has}: send text or token ids")
+        return self._templates[DEFAULT]
 
     def marked(self, chat: ChatInput) -> MarkedChat:
         """The chat as the template gets it: control tokens in callers' strings are marked, where there are any."""

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from octavo.wire.bundle import BUNDLE_FILES, bundle_digest
+from octavo.wire.bundle import BUNDLE_FILES, bundle_digest, special_tokens
 from octavo.wire.checkpoint_files import FileRefused, find_file, read_small_file
 from octavo.wire.messages import ModelCard
 
@@ -26,6 +26,9 @@ SAMPLING_DEFAULTS = {
 request; a top_k of -1 keeps all tokens, as 0 does there."""
 # tokenizer.json holds what these hold; they would only make the bundle larger.
 _OLD_FORMAT = {"vocab.json", "merges.txt", "added_tokens.json"}
+
+MORE_TEMPLATES = "additional_chat_templates"
+"""Where transformers 5 keeps templates that have names."""
 
 MOST_IDS = 1 << 24
 MOST_POSITIONS = 1 << 24
@@ -84,14 +87,16 @@ def describe(folder: Path) -> Described:
     rows = config.get("vocab_size", vocab_size)
     if not isinstance(rows, int) or not vocab_size <= rows <= MOST_IDS:
         raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {rows}")
+    tokens = named_tokens(files)
+    eos_token_ids = end_token_ids(config, generation, tokens.end, vocab_size=vocab_size)
     return Described(
         files=files,
         architecture=_architecture(config),
         vocab_size=vocab_size,
         max_model_len=context_len(config),
-        eos_token_ids=end_token_ids(config, generation, end_of_tokenizer(files), vocab_size=vocab_size),
+        eos_token_ids=eos_token_ids,
         default_sampling=default_sampling(generation),
-        notes=context_notes(config),
+        notes=context_notes(config) + token_notes(tokens.strangers, eos_token_ids) + template_notes(folder),
     )
 
 
@@ -183,10 +188,12 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """EOS ids: generation_config.json's list where it has one, else config.json's, then the tokenizer's own; in their
     order, each once. A chat model that was trained from a base model often has the base model's in both files."""
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
+    of_generation, of_config = generation.get("eos_token_id"), config.get("eos_token_id")
+    found, file = (of_config, "config.json") if of_generation is None else (of_generation, "generation_config.json")
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(each, int) and 0 <= each < vocab_size for each in ids):
-        raise CardError(f"eos_token_id {str(ids)[:100]} is not within the tokenizer's {vocab_size} ids")
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
+        numbers = f"{str(found)[:100]} is not within the tokenizer's {vocab_size} ids"
+        raise CardError(f"{file}: eos_token_id {numbers}")
     return tuple(dict.fromkeys([*ids, *([] if of_tokenizer is None else [of_tokenizer])]))
 
 
@@ -199,17 +206,53 @@ class _AddedTokens(msgspec.Struct):
     added_tokens: list[_Added] | None = None
 
 
-def end_of_tokenizer(files: Mapping[str, bytes]) -> int | None:
-    """The id of tokenizer_config.json's eos_token, None where that is none of tokenizer.json's added tokens. Raises
-    CardError."""
-    config = _json_object("tokenizer_config.json", files.get("tokenizer_config.json", b"{}"))
-    token = config.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTokens:
+    """What tokenizer_config.json says of tokens. end: the id of its eos_token, None where that is none of
+    tokenizer.json's added tokens. strangers: added tokens that tokenizer.json lacks."""
+
+    end: int | None
+    strangers: tuple[str, ...]
+
+
+def named_tokens(files: Mapping[str, bytes]) -> NamedTokens:
+    """Raises CardError."""
+    config, tokens_map = (
+        _json_object(name, files.get(name, b"{}")) for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
     try:
         added = msgspec.json.decode(files["tokenizer.json"], type=_AddedTokens).added_tokens or ()
     except msgspec.MsgspecError as error:
         raise CardError(f"tokenizer.json: added_tokens: {error}") from None
-    return next((each.id for each in added if each.content == text), None)
+    ids = {each.content: each.id for each in reversed(added)}
+    decoder, more = config.get("added_tokens_decoder"), config.get("additional_special_tokens")
+    named = [*(decoder.values() if isinstance(decoder, dict) else ()), *(more if isinstance(more, list) else ())]
+    texts = [each.get("content") if isinstance(each, dict) else each for each in named]
+    strangers = dict.fromkeys(text for text in texts if isinstance(text, str) and text not in ids)
+    return NamedTokens(end=ids.get(special_tokens(config, tokens_map).get("eos_token", "")), strangers=tuple(strangers))
+
+
+def token_notes(strangers: tuple[str, ...], eos_token_ids: tuple[int, ...]) -> tuple[str, ...]:
+    """What an operator should know of the tokens."""
+    notes = []
+    if strangers:
+        listed = ", ".join(map(repr, strangers[:3])) + (", …" if len(strangers) > 3 else "")
+        notes.append(
+            f"tokenizer_config.json names added tokens that tokenizer.json has not ({listed[:200]}): they are text"
+        )
+    if not eos_token_ids:
+        notes.append(
+            "no file names an end token (eos_token_id in generation_config.json or config.json, eos_token in "
+            "tokenizer_config.json): outputs end at max_tokens or a stop string only"
+        )
+    return tuple(notes)
+
+
+def template_notes(folder: Path) -> tuple[str, ...]:
+    """What an operator should know of the chat templates."""
+    if not (folder / MORE_TEMPLATES).is_dir():
+        return ()
+    return (f"{MORE_TEMPLATES} is not read: every chat is written by chat_template.jinja or tokenizer_config.json",)
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:

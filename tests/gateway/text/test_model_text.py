@@ -192,5 +192,68 @@ def test_templates_are_found_where_checkpoints_keep_them() -> None:
         text = encode_chat(ModelText(bundle, num_ids=600), chat, max_bytes=LIMIT).text
         assert text == expected or (expected is None and text.startswith("<|im_start|>user\nhi<|im_end|>"))
     bare = ModelText({"tokenizer.json": files["tokenizer.json"]}, num_ids=600)
-    with pytest.raises(TemplateError, match="no chat template"):
+    with pytest.raises(TemplateError, match="no chat template:"):
         encode_chat(bare, chat, max_bytes=LIMIT)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+END = {"eos_token": "<|im_end|>"}
+TALK = "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": TALK}], **END}},
+        {
+            "tokenizer_config.json": {
+                "chat_template": [{"name": "default", "template": TALK}, {"name": "tool_use", "template": "T" + TALK}],
+                **END,
+            }
+        },
+        {"tokenizer_config.json": {"chat_template": {"default": TALK, "tool_use": "T" + TALK}, **END}},
+        {"tokenizer_config.json": {"chat_template": TALK}, "special_tokens_map.json": END},
+        {
+            "tokenizer_config.json": {"chat_template": TALK, **END},
+            "special_tokens_map.json": {"eos_token": {"content": "<|im_start|>", "lstrip": False}},
+        },
+        {
+            "tokenizer_config.json": {
+                "chat_template": TALK,
+                **END,
+                "added_tokens_decoder": {"0": {"content": "<|im_start|>", "special": True}},
+            },
+            "special_tokens_map.json": {"eos_token": "<|im_start|>"},
+        },
+        {
+            "tokenizer_config.json": {
+                "chat_template": "{{ a_token }}" + TALK,
+                "extra_special_tokens": {"a_token": "A"},
+                **END,
+            }
+        },
+    ],
+)
+def test_templates_and_their_tokens_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    files = {"tokenizer.json": tiny_files()["tokenizer.json"]}
+    files |= {name: json.dumps(content).encode() for name, content in changes.items()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ModelText(files, num_ids=600)
+    messages = [{"role": "user", "content": "hi"}]
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        chat = ChatInput(messages=messages, tools=tools)
+        assert ours.template_of(chat).render(chat, max_bytes=LIMIT) == expected
+
+
+def test_named_templates_without_a_default_are_for_tools_alone() -> None:
+    named = {"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "rag", "template": "R"}]}
+    text = ModelText({**tiny_files(), "tokenizer_config.json": json.dumps(named).encode()}, num_ids=600)
+    messages = [{"role": "user", "content": "hi"}]
+    assert text.template_of(ChatInput(messages=messages, tools=TOOLS)).source == "T"
+    with pytest.raises(TemplateError, match="no chat template, only 'tool_use', 'rag'"):
+        text.template_of(ChatInput(messages=messages))

@@ -77,7 +77,7 @@ def render(renders: Any, template: ChatTemplate, chat: ChatInput = CHAT, *, tena
 async def test_it_renders_as_transformers_does(qwen_text: ModelText, shared: Path) -> None:
     rng = random.Random(3)
     source = (shared / "data" / "tokenizer" / "qwen2.5-instruct.chat_template.jinja").read_text()
-    for template in (qwen_text.template, ChatTemplate(source, {"eos_token": "<|im_end|>"})):
+    for template in (qwen_text.template_of(CHAT), ChatTemplate(source, {"eos_token": "<|im_end|>"})):
         async with pool() as renders:
             for _ in range(150):
                 chat = random_chat(rng, WORDS + SPECIAL)

@@ -49,5 +49,5 @@ def tiny_files() -> dict[str, bytes]:
 def encode_chat(text: ModelText, chat: ChatInput, *, max_bytes: int) -> Encoded:
     """As a gateway does it, but for the template, which is rendered in this process."""
     marked = text.marked(chat)
-    rendered = text.template.render(marked.chat, max_bytes=max_bytes)
+    rendered = text.template_of(marked.chat).render(marked.chat, max_bytes=max_bytes)
     return finish(text.rendered_encoding(rendered, marked.mark, Bounds(max_bytes=max_bytes)))

@@ -54,6 +54,7 @@ def test_the_real_qwen_has_fewer_ids_than_rows_and_two_ends(shared: Path, tmp_pa
     assert described.max_model_len == 32_768
     assert described.default_sampling == {"temperature": 0.7, "top_k": 20.0, "top_p": 0.8, "repetition_penalty": 1.1}
     assert "vocab.json" not in described.files
+    assert described.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,45 @@ def test_the_tokenizers_own_end_token_ends_an_output_too(folder: Path) -> None:
         assert describe(folder).eos_token_ids == (end, base_end)
     (folder / "tokenizer_config.json").unlink()
     assert describe(folder).eos_token_ids == (end, base_end)
+
+
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}])
+def test_an_older_checkpoints_map_of_special_tokens_names_the_end(folder: Path, decoder: dict[str, object]) -> None:
+    (folder / "generation_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(decoder))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>", "lstrip": false}}')
+    assert describe(folder).eos_token_ids == (() if decoder else (319,))
+    (folder / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(CardError, match=r"special_tokens_map\.json"):
+        describe(folder)
+
+
+def test_the_end_is_config_jsons_where_generation_config_has_null() -> None:
+    assert end_token_ids({"eos_token_id": 1}, {"eos_token_id": None}, vocab_size=9) == (1,)
+    assert end_token_ids({"eos_token_id": 1}, {"eos_token_id": []}, vocab_size=9) == ()
+
+
+@pytest.mark.parametrize("value", [True, [9], -1, "1"])
+def test_an_end_that_is_no_id_is_refused_with_its_file(value: object) -> None:
+    for file, both in {
+        "config.json": ({"eos_token_id": value}, {}),
+        "generation_config.json": ({"eos_token_id": 1}, {"eos_token_id": value}),
+    }.items():
+        with pytest.raises(CardError, match=f"^{file}: eos_token_id "):
+            end_token_ids(*both, vocab_size=9)
+
+
+def test_the_operator_is_told_of_tokens_that_end_nothing_and_of_tokens_that_are_text(folder: Path) -> None:
+    assert describe(folder).notes == ()
+    (folder / "generation_config.json").unlink()
+    stranger = {"384": {"content": "<|x|>", "special": True}, "319": {"content": "<|im_end|>"}}
+    changes = {"added_tokens_decoder": stranger, "additional_special_tokens": ["<|im_start|>", "<|y|>", "<|x|>"]}
+    rewrite(folder / "tokenizer_config.json", eos_token=None, **changes)
+    strangers, no_end = describe(folder).notes
+    assert "added tokens that tokenizer.json has not ('<|x|>', '<|y|>')" in strangers
+    assert no_end.startswith("no file names an end token")
+    (folder / "additional_chat_templates").mkdir()
+    assert describe(folder).notes[2].startswith("additional_chat_templates is not read")
 
 
 def test_yarn_extends_the_context() -> None:
