@@ -195,10 +195,10 @@ def _mistake_row(
 ) -> ServedRow:
     """How much of a mistake is in the errors, over how much of it rounding puts there by chance."""
     found, own = _share(error_E, lean_E), _share(own_error_E, lean_E)
+    chance = _rms(own_error_E) / max(_rms(lean_E), 1e-30) / num_scores**0.5
     if served.dtype == torch.float32:
-        error, limit = abs(found), MISTAKE_LIMIT * FLOAT32_LIMIT
+        error, limit = abs(found), max(MISTAKE_LIMIT, chance) * FLOAT32_LIMIT
     else:
-        chance = _rms(own_error_E) / max(_rms(lean_E), 1e-30) / num_scores**0.5
         error, limit = abs(found - own), max(MISTAKE_LIMIT, 8 * chance)
     return ServedRow(
         label=served.label,

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.gateway import models as models_module
 from octavo.gateway.errors import InvalidRequest, ModelNotFound
-from octavo.gateway.models import KEPT_S, ServedModels
+from octavo.gateway.models import FIRST_RETRY_S, KEPT_S, ServedModels
 from octavo.gateway.text.errors import TextQueueFull, UnsupportedTokenizer
 from octavo.gateway.text.service import TextService
 from octavo.gateway.workers.errors import NoWorker
@@ -53,6 +53,49 @@ async def test_a_panic_while_a_tokenizer_is_loaded_leaves_no_model_loading(monke
     await models.close()
     with pytest.raises(UnsupportedTokenizer, match="could not be loaded"):
         models.text_of(model_card())
+
+
+@pytest.mark.parametrize("want", [MemoryError(), RuntimeError("can't start new thread"), BaseException("a panic")])
+async def test_what_could_not_be_loaded_for_want_of_something_is_loaded_later(
+    want: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(files: Any, num_ids: int) -> None:
+        raise want
+
+    models, card, changes = ServedModels(), model_card(), list[int]()
+    models.on_change(lambda: changes.append(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("octavo.gateway.models.ModelText", refuse)
+        models.on_model(card, tiny_files())
+        await models.close()
+        assert models.is_loaded(card), "requests of ids are answered"
+        with pytest.raises(UnsupportedTokenizer, match="tried again"):
+            models.text_of(card)
+        models.retry_failed([card], 10.0)
+        models.retry_failed([card], 10.0 + FIRST_RETRY_S)
+        await models.close()
+    models.retry_failed([card], 20.0)
+    models.retry_failed([card], 20.0 + 1.9 * FIRST_RETRY_S)
+    await models.close()
+    assert len(changes) == 2, "the second wait is twice as long"
+    models.retry_failed([card], 20.0 + 2 * FIRST_RETRY_S)
+    await models.close()
+    assert models.text_of(card).table.all_bytes
+    models.retry_failed([card], 30.0)
+    models.retry_failed([card], 300.0)
+    await models.close()
+    assert len(changes) == 3
+
+
+async def test_what_is_wrong_with_the_bundle_is_not_tried_again() -> None:
+    models, card, changes = ServedModels(), model_card(), list[int]()
+    models.on_change(lambda: changes.append(1))
+    models.on_model(card, {"tokenizer.json": b"{}"})
+    await models.close()
+    for now_s in (0.0, 100.0):
+        models.retry_failed([card], now_s)
+    await models.close()
+    assert len(changes) == 1
 
 
 async def test_names_are_resolved() -> None:
@@ -112,15 +155,15 @@ async def test_workers_that_drain_and_requests_that_go_on_need_their_tokenizers(
         moments = itertools.count(time.monotonic(), 2 * KEPT_S)
         pool.set_views(worker_view(state=WorkerState.DRAINING))
         for now_s in itertools.islice(moments, 2):
-            served.gateway.ticker.drop_tokenizers(now_s)
+            served.gateway.ticker.keep_tokenizers(now_s)
         assert models.is_loaded(model_card())
         pool.set_views()
-        served.gateway.ticker.drop_tokenizers(next(moments))
+        served.gateway.ticker.keep_tokenizers(next(moments))
         assert models.is_loaded(model_card())
         pool.runs[0].finish()
         assert [message.WhichOneof("event") async for message in call][-1] == "finished"
         await served.until(lambda: len(served.gateway.tracker) == 0)
-        served.gateway.ticker.drop_tokenizers(next(moments))
+        served.gateway.ticker.keep_tokenizers(next(moments))
         assert not models.is_loaded(model_card())
 
 
