@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -47,13 +48,22 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRecord:
-    """One service. pid and started_s (seconds since 1970) are of its supervisor."""
+    """One service. pid, started_s (seconds since 1970) and began_s (since the machine's start, which no setting of the
+    clock changes; 0: not known) are of its supervisor."""
 
     pid: int
     started_s: float
+    began_s: float = 0.0
     address: str
     run_dir: str
     processes: tuple[ProcessRecord, ...]
+
+    @property
+    def uptime_s(self) -> float:
+        """Since it was started."""
+        if self.began_s:
+            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.began_s)
+        return max(0.0, time.time() - self.started_s)
 
     def child_pids(self) -> dict[str, int]:
         """The processes that run now, by name."""
@@ -73,7 +83,8 @@ def record_of(
     callers reach gateways of other hosts now."""
     return ServiceRecord(
         pid=os.getpid(),
-        started_s=psutil.Process().create_time(),
+        started_s=_created_s(),
+        began_s=_began_s(os.getpid()),
         address=address,
         run_dir=str(run_dir),
         processes=tuple(
@@ -182,7 +193,25 @@ def _may_run(file: Path) -> bool:
     return file.stem.isascii() and file.stem.isdigit() and psutil.pid_exists(int(file.stem))
 
 
+def _created_s() -> float:
+    try:
+        return psutil.Process().create_time()
+    except psutil.Error:  # without /proc
+        return time.time()
+
+
+def _began_s(pid: int) -> float:
+    """Seconds from the machine's start to the process's; 0 where the system does not show it."""
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]  # proc(5): starttime
+    except OSError:
+        return 0.0
+    return int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
 def _is_running(record: ServiceRecord) -> bool:
+    if record.began_s:
+        return abs(_began_s(record.pid) - record.began_s) < CLOCK_SLACK_S
     try:
         return abs(psutil.Process(record.pid).create_time() - record.started_s) < CLOCK_SLACK_S
     except psutil.Error:

@@ -159,7 +159,7 @@ def _look(record: ServiceRecord, asking: ThreadPoolExecutor) -> ServiceState:
         state=_overall(processes),
         requests=sum(in_flight) if in_flight else None,
         pid=record.pid,
-        uptime_s=max(0.0, time.time() - record.started_s),
+        uptime_s=record.uptime_s,
         run_dir=record.run_dir,
         processes=processes,
     )

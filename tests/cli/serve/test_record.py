@@ -4,6 +4,7 @@ other versions."""
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,29 @@ def test_what_a_later_version_says_more_is_passed_over_and_its_file_stays(folder
     file.rename(folder / "no_number.json")
     assert addresses() == []
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="only Linux says when a process began by another clock"
+)
+def test_a_clock_that_was_set_takes_no_service_out_of_sight(folder: Path) -> None:
+    """What psutil says of a process's start moves with the clock."""
+    listing = Listing(print)
+    of_now = record.record_of("x:1", folder, (), metrics_host="h", elsewhere={})
+    listing.put(replace(of_now, started_s=of_now.started_s - 3600))
+    assert addresses() == ["x:1"]
+    assert 0 <= running_services()[0].uptime_s < 3600
+    listing.put(replace(of_now, began_s=of_now.began_s - 60))  # another process had this id
+    assert addresses() == []
+
+
+def test_a_system_that_shows_no_processes_lists_the_service_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise psutil.NoSuchProcess(1)
+
+    monkeypatch.setattr(psutil, "Process", gone)
+    monkeypatch.setattr(record, "_began_s", lambda pid: 0.0)
+    assert record.record_of("x:1", Path("/"), (), metrics_host="h", elsewhere={}).pid == os.getpid()
 
 
 async def test_a_file_that_somebody_took_away_is_written_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
