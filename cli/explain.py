@@ -1,6 +1,7 @@
 """Turns what went wrong into three lines for a person. Knows errors by name, imports none of them."""
 
 import errno
+import os
 import sys
 
 from rich.console import Console
@@ -9,6 +10,28 @@ from rich.text import Text
 from octavo.cli.errors import CliError, nearest, usage
 
 REPORT = "run it again with --debug for the traceback"
+_NO_MEMORY = (
+    "there is too little memory",
+    "raise the limit (ulimit -v, the container's), close other programs, or take a smaller model",
+)
+_LIMITS = {
+    errno.ENOMEM: _NO_MEMORY,
+    errno.EAGAIN: (
+        "no more processes or threads can be started",
+        "raise ulimit -u, or the container's limit of processes (pids)",
+    ),
+    errno.EMFILE: ("too many files are open", "raise ulimit -n"),
+    errno.ENFILE: ("too many files are open on this machine", "raise fs.file-max, or close other programs"),
+    errno.EFBIG: ("a file may not become so large", "raise ulimit -f"),
+}
+"""A limit that the system sets this process -> what happened, what to change."""
+_SIGNS = {
+    "can't start new thread": errno.EAGAIN,
+    "failed to map segment": errno.ENOMEM,  # of a library, by the loader
+    "cannot allocate memory": errno.ENOMEM,
+    "can't allocate memory": errno.ENOMEM,  # torch's
+}
+"""What an error that has no number says of such a limit."""
 _KNOWN = {
     "CheckpointError": ("the checkpoint cannot be used", "check --model, or download the checkpoint again"),
     "HubUnreachable": (
@@ -28,8 +51,16 @@ _KNOWN = {
         "name a folder that can be written and executed from; in a container, mount a volume there",
     ),
     "RunDirError": ("the run directory cannot be used", "mend the folder, or give another with --run-dir"),
-    "EndpointError": ("bad endpoint", "see --worker-endpoint and --gateway-endpoint in --help"),
+    "EndpointError": ("bad endpoint", "see --worker-endpoint, --gateway-endpoint and --control-endpoint in --help"),
+    "AddressError": ("bad address", "see --host, --metrics-host and --exposure in --help"),
+    "BindError": ("cannot listen", "give another port (0 takes a free one), or an address of this host"),
+    "MemoryError": _NO_MEMORY,
+    "UnicodeEncodeError": (
+        "a path or a word has bytes that are no text in this locale",
+        "choose a locale with UTF-8 (LC_ALL=C.UTF-8), or rename the file or folder",
+    ),
     "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),
+    "TracingError": ("traces cannot be had", "or set OTEL_SDK_DISABLED=true"),
     "FormatUnavailable": (
         "the weights cannot be had in that form",
         "change --quantization, --kv-cache-dtype or --device, or leave them out",
@@ -51,6 +82,8 @@ _KNOWN = {
     ),
 }
 """Name of an exception -> what happened, what to change."""
+_OF_SETTINGS = frozenset({"EndpointError", "AddressError", "KeyFileError", "TracingError"})
+"""Those of them that say that a setting is wrong."""
 
 
 def explain(error: BaseException) -> CliError:
@@ -61,6 +94,9 @@ def explain(error: BaseException) -> CliError:
     if (full := _disk_full(error)) is not None:
         where = full.filename or "a file or folder of this process"
         return CliError("the disk is full", str(where), "free some space there, or name another disk's folder")
+    if (limit := _limit(error)) is not None:
+        what, change = limit
+        return CliError(what, str(error) or name, change)
     if hasattr(error, "format_message"):  # typer's own complaints about a command line
         return _of_command_line(error)
     if hasattr(error, "reason") and hasattr(error, "code"):
@@ -75,14 +111,26 @@ def explain(error: BaseException) -> CliError:
     for kind in type(error).__mro__:
         if kind.__name__ in _KNOWN:
             what, change = _KNOWN[kind.__name__]
-            return CliError(what, str(error) or name, change)
+            return CliError(what, str(error) or name, change, 2 if kind.__name__ in _OF_SETTINGS else 1)
     if isinstance(error, OSError) and "temporary directory" in (error.strerror or ""):  # tempfile's
         return CliError("there is no folder for temporary files", str(error.strerror), "name one with TMPDIR")
-    if isinstance(error, OSError) and error.strerror:
-        return CliError(error.strerror.lower(), str(error.filename or error), REPORT)
+    if isinstance(error, OSError) and error.strerror and error.errno is not None:
+        numbers = error.filename or (error.strerror if error.strerror != os.strerror(error.errno) else error)
+        return CliError(os.strerror(error.errno).lower(), str(numbers), REPORT)
+    if "home directory" in str(error):  # pathlib's, of a user without an entry in passwd
+        return CliError("this user has no home folder", str(error), "set HOME, and write no path with ~")
     if isinstance(error, ModuleNotFoundError):
         return CliError("a package is missing", str(error), "`octavo doctor` lists what is installed")
     return CliError(name, str(error) or "no details", REPORT)
+
+
+def _limit(error: BaseException) -> tuple[str, str] | None:
+    """Which limit of the system it is about, if any."""
+    if isinstance(error, OSError) and error.errno in _LIMITS:
+        return _LIMITS[error.errno]
+    if isinstance(error, RuntimeError | ImportError | OSError):
+        return next((_LIMITS[number] for sign, number in _SIGNS.items() if sign in str(error).lower()), None)
+    return None
 
 
 def _disk_full(error: BaseException | None) -> OSError | None:

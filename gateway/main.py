@@ -9,14 +9,11 @@ from collections.abc import Callable
 import structlog
 
 from octavo.gateway.app import Gateway
-from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import AccessConfig, GatewayConfig
 from octavo.gateway.observability.logs import LogWriter
 from octavo.gateway.observability.tracing import start_tracing
-from octavo.wire.host import raise_descriptor_limit
-from octavo.wire.keys import KeyFileError
+from octavo.wire.host import ending_signals, raise_descriptor_limit
 from octavo.wire.logs import configure_logs
-from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
 
@@ -25,8 +22,10 @@ _GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway 
 
 
 def main(config: GatewayConfig, *, drained_code: int = 0) -> int:
-    """Serve until SIGTERM, SIGINT or AdminService.Drain (drain first; a second signal stops at once). Exit code: 0
-    stopped by a signal, drained_code by AdminService.Drain, 1 could not start."""
+    """Serve until SIGTERM, SIGINT, SIGHUP (which looks at keys and certificates instead, where there are some) or
+    AdminService.Drain (drain first; a second signal stops at once). Exit code: 0 stopped by a signal, drained_code by
+    AdminService.Drain. Raises what makes a start impossible: AddressError, AccessFileError, EndpointError,
+    KeyFileError, RunDirError, TracingError, OSError (BindError among them)."""
     writer = LogWriter(sys.stderr)
     configure_logs(config.log_format.value, config.log_level, lambda *_: writer)
     try:
@@ -47,21 +46,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(config: GatewayConfig, drained_code: int) -> int:
     raise_descriptor_limit()
-    stop_now, tracing = asyncio.Event(), None
-    try:
-        tracing = start_tracing()
-        gateway = Gateway(config, tracing=tracing)
-        _install_signals(gateway, stop_now)
-        await gateway.start()
-    except (
-        OSError,
-        ValueError,
-        RunDirError,
-        KeyFileError,
-        AccessFileError,
-    ) as error:  # each names what is wrong, and where
-        log.error("cannot_start", error=str(error))
-        return 1
+    stop_now, tracing = asyncio.Event(), start_tracing()
+    gateway = Gateway(config, tracing=tracing)
+    _install_signals(gateway, stop_now)
+    await gateway.start()
     gc.collect()
     gc.freeze()  # objects that are never freed need not be walked again
     gc.set_threshold(_GC_THRESHOLD)
@@ -86,9 +74,9 @@ def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
         gateway.begin_drain()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         loop.add_signal_handler(number, on_signal)
-    if gateway.config.access != AccessConfig():  # else SIGHUP ends the process, as by default
+    if gateway.config.access != AccessConfig():
         loop.add_signal_handler(signal.SIGHUP, gateway.reloader.reload)
 
 

@@ -14,7 +14,8 @@ WALL = {
 # Moments that leave the process, or that a person wrote down.
 DATES = {
     "cli/bench/run.py": ["time.strftime"],  # when something was measured
-    "cli/tools/ps.py": ["time.time", "time.time"],  # beside the start of a process, which the system tells as a date
+    "cli/serve/record.py": ["time.time", "time.time"],  # where only a date tells when a process began
+    "cli/tools/ps.py": ["time.time"],  # likewise
     "cli/tools/top_screen.py": ["time.localtime", "time.strftime"],  # the clock on the screen
     "gateway/front/app.py": ["time.time"],  # the interface's own timestamps
     "gateway/text/chat_template.py": ["datetime.now"],

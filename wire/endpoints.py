@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-MAX_IPC_PATH_BYTES = 107  # sockaddr_un.sun_path less its NUL
+from octavo.wire.run_dir import MAX_SOCKET_PATH_BYTES
 
 
 class EndpointError(ValueError):
@@ -101,8 +101,8 @@ def _parse_ipc(address: str) -> Endpoint:
     if not path.startswith("/"):
         # "@name" is the abstract namespace: it has no file permissions, every local user could connect.
         raise EndpointError(f"{address!r}: an ipc address needs an absolute path, ipc:///folder/name.sock")
-    if len(path.encode()) > MAX_IPC_PATH_BYTES:
-        raise EndpointError(f"{address!r}: the path exceeds {MAX_IPC_PATH_BYTES} bytes; use a shorter run directory")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise EndpointError(f"{address!r}: the path exceeds {MAX_SOCKET_PATH_BYTES} bytes; use a shorter run directory")
     return Endpoint(address=address, transport=Transport.IPC, path=Path(path))
 
 

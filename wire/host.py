@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +35,28 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
+_PROBE_STACK_BYTES = 64 << 10
+
+
+def threads_to_be_had(wanted: int) -> int:
+    """How many more threads, at most so many, this process can start now. Processes of the same user, or of the same
+    container, count against the same limit."""
+    done, started, before = threading.Event(), [], threading.stack_size(_PROBE_STACK_BYTES)
+    try:
+        for _ in range(wanted):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # it cannot be started
+        pass
+    finally:
+        done.set()
+        threading.stack_size(before)
+    for thread in started:
+        thread.join()
+    return len(started)
+
+
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -55,6 +78,12 @@ def let_threads_sleep() -> None:
     """OpenMP's threads sleep while they wait, unless the environment says otherwise; before torch loads them. Where
     others use the cores, threads that spin take many times as long: each waits for one that does not run."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those that ask a process to end: SIGTERM, Ctrl-C, and SIGHUP of a closed terminal unless nohup ignores it."""
+    has_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if has_hangup else ()))
 
 
 def die_with(parent: int) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its NUL
+MAX_RUN_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/gateway-1024.peers.sock")
 _HELD = ".held"
 """In each temporary folder of ours: whoever made it has it locked for as long as it lives."""
 
@@ -73,6 +75,25 @@ def temporary_folder(prefix: str, *, within: Path | None = None) -> Iterator[Pat
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def folder_of_sockets(prefix: str) -> Iterator[Path]:
+    """A `temporary_folder` whose path, and that of a folder `run` in it, leaves room for the names of sockets: where
+    temporary files are ($TMPDIR), else in the run directory of this user. Raises OSError, RunDirError."""
+    longest = Path(tempfile.gettempdir()) / f"{prefix}12345678" / "run"  # as mkdtemp names them
+    in_place = len(os.fsencode(longest)) <= MAX_RUN_DIR_BYTES
+    with temporary_folder(prefix, within=None if in_place else ensure_run_dir(default_run_dir())) as folder:
+        yield folder
+
+
+def check_room_for_sockets(folder: Path) -> None:
+    """Raises RunDirError where the system could not bind sockets in the folder, since their paths are too long."""
+    if (length := len(os.fsencode(folder))) > MAX_RUN_DIR_BYTES:
+        raise RunDirError(
+            f"the path of run directory {folder} has {length} bytes, of which {MAX_RUN_DIR_BYTES} leave room for the "
+            "names of sockets: choose a shorter one"
+        )
 
 
 def _remove_abandoned(place: Path, prefix: str) -> None:

@@ -26,7 +26,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.curve import CurveKeys
 from octavo.wire.endpoints import require_proof
-from octavo.wire.host import let_threads_sleep, pid_namespace, raise_descriptor_limit
+from octavo.wire.host import ending_signals, let_threads_sleep, pid_namespace, raise_descriptor_limit
 from octavo.wire.keys import load_keys, load_public_key
 from octavo.wire.logs import configure_logs
 from octavo.wire.messages import Register
@@ -53,7 +53,6 @@ from octavo.worker.transport.watchdog import Watchdog
 EXIT_OK = 0
 EXIT_FAILED = 70
 EXIT_REFUSED = 76
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Shutdown:
@@ -71,8 +70,8 @@ class Shutdown:
         self._wake: Callable[[], None] | None = None
 
     def install(self) -> None:
-        """Take SIGTERM and SIGINT over. Main thread only."""
-        for number in SIGNALS:
+        """Take SIGTERM, SIGINT and SIGHUP over. Main thread only."""
+        for number in ending_signals():
             signal.signal(number, self._on_signal)
 
     def attach(self, engine: Engine, wake: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ import os
 import typer
 
 from octavo.cli.help import PlainCommand
-from octavo.cli.serve.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor
+from octavo.cli.serve.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor, told_to_supervisor
 from octavo.cli.settings.groups import ALL_KEYS, FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved
@@ -32,21 +32,26 @@ def serve(resolved: Resolved[ServeSettings]) -> int:
     return run(resolved.settings)
 
 
+@told_to_supervisor
 def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
     drained_code = EXIT_DRAINED if has_supervisor() else 0
     die_with_supervisor()
     # Before numpy is imported, which would start a thread for each core: a gateway multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from octavo.cli.serve.launch import THREADS_OF_PROCESS
+    from octavo.cli.serve.ports import require_threads
     from octavo.cli.serve.preflight import warn_of_variables
     from octavo.cli.settings.gateway_config import check_access, gateway_config
     from octavo.gateway.main import main
 
     warn_of_variables()
     check_access(resolved.settings)
+    require_threads(THREADS_OF_PROCESS)
     return main(gateway_config(resolved.settings), drained_code=drained_code)
 
 
+@told_to_supervisor
 def openai(resolved: Resolved[FrontSettings]) -> int:
     """OpenAI's HTTP interface in front of gateways of this host."""
     die_with_supervisor()
@@ -68,15 +73,19 @@ def openai(resolved: Resolved[FrontSettings]) -> int:
     )
 
 
+@told_to_supervisor
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
+    from octavo.cli.serve.launch import threads_of_worker
+    from octavo.cli.serve.ports import require_address, require_free, require_threads
     from octavo.cli.serve.preflight import (
         check_device_here,
         check_isa,
         check_model,
         check_numbers,
         check_ranks_have_a_model,
+        serves_on_gpu,
         warn_of_variables,
     )
     from octavo.cli.settings.setting import variable_of
@@ -85,6 +94,7 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
 
     warn_of_variables()
     check_ranks_have_a_model(resolved.settings)
+    require_threads(threads_of_worker(resolved.settings, on_gpu=serves_on_gpu(resolved.settings)))
     if resolved.settings.runner == "torch":
         # The first look at a checkpoint hides instructions from torch, for this process and those that it starts.
         os.environ[variable_of("cpu_isa")] = resolved.settings.cpu_isa
@@ -92,4 +102,8 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
         check_device_here(resolved.settings.device)
         check_numbers(resolved.settings)
         check_model(only_model(resolved.settings), resolved.settings)
+    # Before the model is loaded, which may take minutes.
+    require_address(resolved.settings.metrics_host, "metrics_host")
+    if resolved.settings.worker_metrics_port:
+        require_free(resolved.settings.metrics_host, resolved.settings.worker_metrics_port, "worker_metrics_port")
     return main(worker_config(resolved.settings))

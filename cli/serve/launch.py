@@ -22,13 +22,16 @@ from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.setting import DEBUG_VARIABLE, ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
-from octavo.wire.run_dir import RunDirError, ensure_run_dir, temporary_folder
+from octavo.wire.host import usable_cores
+from octavo.wire.run_dir import RunDirError, check_room_for_sockets, ensure_run_dir, folder_of_sockets
 
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
 CORES_PER_GATEWAY = 2
 MOST_GATEWAYS = 8
 CORES_PER_WORKER = 2
+THREADS_OF_PROCESS = 16
+"""Those of a gateway, and of any other process beside those that compute: seen are 8 to 18."""
 PEERS_FILE = "peer-endpoints"
 READY_FILE = "ready"
 """In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
@@ -54,6 +57,26 @@ def choose_threads(num_cores: int, *, num_workers: int, num_ranks: int) -> int |
     return None if num_workers == 1 else max(1, -(-num_cores // (num_workers * num_ranks)))
 
 
+def with_threads(settings: ServeSettings, num_cores: int) -> ServeSettings:
+    """The settings with the threads of each worker on this host's cores."""
+    num_ranks = settings.tensor_parallel_size
+    number = choose_threads(num_cores, num_workers=settings.workers, num_ranks=num_ranks)
+    return settings.model_copy(update={"num_threads": number})
+
+
+def threads_of_service(settings: ServeSettings, *, on_gpu: bool) -> int:
+    """Threads of all processes of this host, about."""
+    others = 1 + settings.num_gateways + (settings.openai is not None)
+    num_workers = 0 if settings.cluster else settings.workers * len(settings.model)
+    return others * THREADS_OF_PROCESS + num_workers * threads_of_worker(settings, on_gpu=on_gpu)
+
+
+def threads_of_worker(settings: ServeSettings | WorkerSettings, *, on_gpu: bool) -> int:
+    """Threads of a worker, about: those that compute, and those of libraries."""
+    computing = 0 if on_gpu or settings.runner != "torch" else settings.num_threads or usable_cores()
+    return settings.tensor_parallel_size * (THREADS_OF_PROCESS + computing)
+
+
 @contextmanager
 def run_folder(given: Path | None) -> Iterator[Path]:
     """The folder given, checked (and left where it is), or a new one that is removed at the end.
@@ -61,11 +84,12 @@ def run_folder(given: Path | None) -> Iterator[Path]:
     Raises CliError where the folder given cannot be trusted.
     """
     if given is None:
-        with temporary_folder("octavo-run-") as made:
+        with folder_of_sockets("octavo-run-") as made:
             yield made
         return
     existed = given.exists()
     try:
+        check_room_for_sockets(given.absolute())
         folder = ensure_run_dir(given.absolute())
     except RunDirError as error:
         raise CliError(
@@ -273,7 +297,7 @@ def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None
 def write_settings(values: Mapping[str, Any], path: Path) -> Path:
     """Settings as a file that only we can read; None is left out."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None)
     return path
 

@@ -1,12 +1,13 @@
-"""Ports before anything starts: whether they are free, and which one to take for 0."""
+"""Ports and threads before anything starts: whether they can be had, and which port to take for 0."""
 
 import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from octavo.cli.errors import CliError
+from octavo.cli.errors import CliError, usage
 from octavo.cli.settings.setting import flag_of
+from octavo.wire.host import threads_to_be_had
 
 
 def require_free(host: str, port: int, setting: str) -> None:
@@ -17,6 +18,29 @@ def require_free(host: str, port: int, setting: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise busy_port(host, port, setting, error) from None
+
+
+def require_address(host: str, setting: str) -> None:
+    """Raises CliError naming the flag where that is no address of this host."""
+    try:
+        with _socket_for(host) as probe:
+            probe.bind((host, 0))
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise usage(
+            f"bad value for {flag_of(setting)}",
+            f"{host!r} is no address of this host: {why}",
+            "give one of its addresses, as 127.0.0.1 or ::1",
+        ) from None
+
+
+def require_threads(wanted: int) -> None:
+    """Raises CliError where so many cannot be started, by this process and those that it starts."""
+    had = threads_to_be_had(wanted)
+    if had < wanted:
+        numbers = f"{had} more can be started here, and this takes {wanted}"
+        advice = "raise ulimit -u, or the container's limit of processes (pids); or give fewer --num-threads"
+        raise CliError("too few threads and processes are allowed", numbers, advice)
 
 
 def busy_port(host: str, port: int, setting: str, error: OSError) -> CliError:

@@ -285,7 +285,7 @@ def _check_gpu(device: str, version: str, cuda: str, count: str) -> None:
         raise CliError("there is no such GPU", f"--device is {device}, and {has}", advice)
 
 
-def serves_on_gpu(settings: ServeSettings, devices: Path = Path("/dev")) -> bool:
+def serves_on_gpu(settings: ServeSettings | WorkerSettings, devices: Path = Path("/dev")) -> bool:
     """Whether the workers will find a GPU, told without importing torch: `auto` takes one where the system has one that
     is not hidden, and torch is built for it."""
     if settings.runner != "torch" or settings.device == "cpu":

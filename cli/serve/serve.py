@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +21,6 @@ from octavo.cli.serve.launch import (
     ProcessPlan,
     Role,
     choose_gateways,
-    choose_threads,
     command_line,
     environment,
     local_links,
@@ -34,10 +31,12 @@ from octavo.cli.serve.launch import (
     run_folder,
     shares_port,
     supervisor_socket,
+    threads_of_service,
+    with_threads,
     write_settings,
 )
 from octavo.cli.serve.placement import Board
-from octavo.cli.serve.ports import free_port, held_port, require_free
+from octavo.cli.serve.ports import free_port, held_port, require_address, require_free, require_threads
 from octavo.cli.serve.preflight import (
     check_front,
     check_group_devices,
@@ -51,14 +50,14 @@ from octavo.cli.serve.preflight import (
 from octavo.cli.serve.record import Listing, record_of
 from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
-from octavo.cli.serve.summary import ServiceSummary, boxed, plain
+from octavo.cli.serve.summary import show_summary
 from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.gateway_config import check_access
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
 from octavo.cli.whole_file import write_whole
-from octavo.wire.host import usable_cores
+from octavo.wire.host import ending_signals, usable_cores
 
 if TYPE_CHECKING:
     from octavo.cli.serve.autoscale import AutoscalePolicy
@@ -91,6 +90,7 @@ def serve(settings: ServeSettings) -> int:
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=on_gpu)
     if not on_gpu and settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
         settings = with_threads(settings, usable_cores())
+    require_threads(threads_of_service(settings, on_gpu=on_gpu))
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
@@ -138,13 +138,6 @@ def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> t
     number = choose_gateways(num_cores, num_workers=settings.workers * len(settings.model), on_gpu=on_gpu)
     where = f"beside a GPU with {num_cores} cores" if on_gpu else f"since the model computes on the {num_cores} cores"
     return settings.model_copy(update={"gateways": number}), f"{number}, {where} (--gateways)"
-
-
-def with_threads(settings: ServeSettings, num_cores: int) -> ServeSettings:
-    """The settings with the threads of each worker on this host's cores."""
-    num_ranks = settings.tensor_parallel_size
-    number = choose_threads(num_cores, num_workers=settings.workers, num_ranks=num_ranks)
-    return settings.model_copy(update={"num_threads": number})
 
 
 class Site(Protocol):
@@ -243,7 +236,7 @@ async def _serve(layout: _Layout) -> int:
     on_change()
     site.board.listeners.add(on_change)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, _on_signal, service, notice)
     running = loop.create_task(service.run())
     for _ in range(TURNS_TO_BEGIN):
@@ -276,8 +269,16 @@ async def _serve(layout: _Layout) -> int:
         listing.remove()
         view.close()
     if service.failure:
-        raise CliError("the service could not go on", service.failure, "the lines above say why")
+        raise _failure(service, view)
     return code
+
+
+def _failure(service: Service, view: StartupView) -> CliError:
+    """Why the service could not go on: what the process that was given up said of it, where it did."""
+    said = view.refused.get(service.failed)
+    if said is None:
+        return CliError("the service could not go on", str(service.failure), "the lines above say why")
+    return replace(said, what=f"{service.failed} cannot start: {said.what}")
 
 
 async def _autoscale(
@@ -349,17 +350,9 @@ def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
         notice(f"no summary: {type(error).__name__}: {error}")
 
 
-def show_summary(summary: ServiceSummary) -> None:
-    """To stdout: a box on a terminal, plain lines elsewhere."""
-    if sys.stdout.isatty():
-        Console().print(boxed(summary))
-    else:
-        print(plain(summary), flush=True)  # noqa: T201
-
-
 def choose_ports(settings: ServeSettings) -> list[int]:
     """A metrics port for each process, 0 for one of another host that draws its own; raises CliError naming the flag
-    of one that is busy.
+    of one that is busy, or of an address that is not this host's.
 
     The ports that were asked for come first: one that the system chooses is none of them.
     """
@@ -369,6 +362,11 @@ def choose_ports(settings: ServeSettings) -> list[int]:
     chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings)]
     here = [(name, port) for name, port in metrics_ports(settings) if name == "metrics_port" or not settings.cluster]
     chosen += [(settings.metrics_host, port, name) for name, port in here]
+    hosts = [(settings.host, "host"), (settings.metrics_host, "metrics_host")]
+    hosts += [(settings.page_host, "page_host")] if settings.page != "off" else []
+    hosts += [(settings.openai_host, "openai_host")] if settings.openai is not None else []
+    for host, name in hosts:
+        require_address(host, name)
     numbers = [port for _, port, _ in chosen if port]
     if len(set(numbers)) != len(numbers):
         raise CliError(

@@ -55,6 +55,7 @@ class Service:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: str | None = None
+        self.failed = ""  # the process that was given up
         self._kept = list(kept)
         self._keepers: dict[asyncio.Task[None], Kept] = {}
         self._drain_grace_s = drain_grace_s
@@ -83,7 +84,7 @@ class Service:
                     self._on_change()
                     if not task.cancelled():  # `retire` does so to one that waits for its next start
                         task.result()
-            self.advance(Stage.DRAINING)
+            self.advance(Stage.STOPPING if self.failure else Stage.DRAINING)  # what never served has nothing to finish
             await self._end()
         finally:
             for each in self._kept:
@@ -154,8 +155,8 @@ class Service:
                     self._notice(f"{kept.plan.label} has left, drained by an operator")
                     return
                 case GiveUp(why=why):
-                    self.failure = why
-                    self._notice(f"giving up: {why}")
+                    if self.failure is None:  # the others may fail for the same reason
+                        self.failure, self.failed = why, kept.plan.name
                     return
                 case Restart(delay_s=delay_s):
                     self._notice(f"{kept.plan.label} {_ended(code)}; starting it again in {delay_s:g} s")

@@ -15,8 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from octavo.cli.errors import CliError
 from octavo.cli.progress import Bars, PlainSteps, Step
 from octavo.cli.serve.launch import ProcessPlan, Role
+from octavo.cli.serve.parent import CANNOT_START
 
 SUPERVISOR = "supervisor"
 POLL_S = 0.1
@@ -79,12 +81,15 @@ class StartupView:
     Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. For programs (log
     format json, or no terminal) lines pass through unchanged; for people without a terminal what is counted is told in
     plain lines, one every two seconds. loaded: what each worker said of its model, by worker. page: address of the live
-    page, as its gateway said; None for none. open: processes that listen, and the workers that each has met.
+    page, as its gateway said; None for none. open: processes that listen, and the workers that each has met. refused:
+    why a process could not start, in its own words; before the service is ready that ends it, and is told then.
     """
 
     def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, level: str, style: LineStyle) -> None:
         self.loaded: dict[str, dict[str, Any]] = {}
         self.open: dict[str, set[str]] = {}
+        self.refused: dict[str, CliError] = {}
+        self._is_ready = False
         self.page: str | None = None
         self._console = console
         self._level = level
@@ -103,6 +108,9 @@ class StartupView:
             self.open.setdefault(name, set())
         if line.event == "worker_ready":
             self.open.setdefault(name, set()).add(str(line.fields.get("worker_id")))
+        if line.event == CANNOT_START and not self._is_ready:
+            self.refused[name] = CliError(**line.fields)
+            return
         step = _step(line)
         if self._bars is not None and step is not None:
             with contextlib.suppress(OSError):  # as below
@@ -141,6 +149,7 @@ class StartupView:
 
     def on_ready(self) -> None:
         """The service answers: no more bars."""
+        self._is_ready = True
         self.close()
 
     def close(self) -> None:

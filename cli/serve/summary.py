@@ -1,9 +1,10 @@
-"""The box at the end of a start: where everything is, what is served, and a line to copy. Pure."""
+"""The box at the end of a start: where everything is, what is served, and a line to copy."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
@@ -120,3 +121,11 @@ def plain(summary: ServiceSummary) -> str:
     """For a file or a pipe: one line each."""
     rows = [f"  {label + ':':<10}{text}" for label, text in summary_rows(summary)]
     return "\n".join([f"Octavo is ready after {summary.ready_after_s:.1f} s", *rows])
+
+
+def show_summary(summary: ServiceSummary) -> None:
+    """To stdout: a box on a terminal, plain lines elsewhere."""
+    if sys.stdout.isatty():
+        Console().print(boxed(summary))
+    else:
+        print(plain(summary), flush=True)  # noqa: T201

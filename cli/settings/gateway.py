@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Literal
 
-from octavo.cli.settings.setting import Names, Settings, setting
+from octavo.cli.settings.setting import Host, Names, Settings, setting
 
 
 class AddressSettings(Settings):
     """Where the gRPC service is; servers and clients read the same two."""
 
-    host: str = setting("127.0.0.1", "Address of the gRPC service", panel="Addresses")
+    host: Host = setting("127.0.0.1", "Address of the gRPC service", panel="Addresses")
     port: int = setting(50051, "Port of the gRPC service; 0 takes a free one", panel="Addresses", ge=0, le=65535)
 
 
@@ -167,7 +167,7 @@ class PageSettings(Settings):
         ge=0,
         le=65535,
     )
-    page_host: str = setting("127.0.0.1", "Address of the live page", panel="Watching")
+    page_host: Host = setting("127.0.0.1", "Address of the live page", panel="Watching")
     page_name: Names = setting(
         (), "Host name by which browsers reach the live page, beside addresses and localhost; repeat", panel="Watching"
     )

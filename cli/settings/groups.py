@@ -23,7 +23,7 @@ from octavo.cli.settings.model import (
     OracleSettings,
     SchedulingSettings,
 )
-from octavo.cli.settings.setting import Names, Settings, setting
+from octavo.cli.settings.setting import Host, Names, Settings, setting
 
 
 class ProcessSettings(Settings):
@@ -63,7 +63,7 @@ class WorkerLinkSettings(Settings):
 class MetricsHostSettings(Settings):
     """Where /metrics is, on every process."""
 
-    metrics_host: str = setting("127.0.0.1", "Address of /metrics, of gateways and workers", panel="Watching")
+    metrics_host: Host = setting("127.0.0.1", "Address of /metrics, of gateways and workers", panel="Watching")
 
 
 class WorkerMetricsSettings(MetricsHostSettings):
@@ -131,7 +131,7 @@ class FrontAddressSettings(Settings):
         ge=0,
         le=65535,
     )
-    openai_host: str = setting("127.0.0.1", "Address of OpenAI's HTTP interface", panel="Addresses")
+    openai_host: Host = setting("127.0.0.1", "Address of OpenAI's HTTP interface", panel="Addresses")
 
 
 class FrontSettings(ProcessSettings, FrontAddressSettings):

@@ -90,7 +90,10 @@ def find_file(given: Path | None) -> Path | None:
 def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
     """The keys of a configuration file. Raises CliError for bad TOML and for a key that no setting has."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        advice = "let this user read it, or give another with --config"
+        raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise usage(
             f"{path} is not TOML", str(error), "mend the file; `octavo config show` prints what is read"

@@ -57,6 +57,14 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 """Several names: a repeated flag, a comma-separated variable, a string or list in the file."""
 
 
+def _without_brackets(value: object) -> object:
+    return value.removeprefix("[").removesuffix("]") if isinstance(value, str) else value
+
+
+Host = Annotated[str, BeforeValidator(_without_brackets)]
+"""An address to listen at or to call, without the brackets that IPv6 has before a port."""
+
+
 def flag_of(name: str) -> str:
     """The flag of a setting."""
     return "--" + name.replace("_", "-")

@@ -110,9 +110,15 @@ def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
 
 def _check_kernel_cache() -> Finding:
     """Where compiled kernels are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    from octavo.model.cache_folder import CacheUnusable, cache_folder
+
     advice = "set XDG_CACHE_HOME to a folder that can be written to"
-    return _check_disk("kernel cache", Path(base) / "octavo", KERNEL_CACHE_BYTES, advice)
+    try:
+        folder = cache_folder("native").parent
+    except CacheUnusable:
+        detail = "this user has no home folder, so that nothing is compiled"
+        return Finding(name="kernel cache", verdict=Verdict.WARNING, detail=detail, advice=advice)
+    return _check_disk("kernel cache", folder, KERNEL_CACHE_BYTES, advice)
 
 
 def _check_kernels(settings: ServeSettings) -> list[Finding]:

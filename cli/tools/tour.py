@@ -20,7 +20,7 @@ from octavo.cli.serve.launch import READY_FILE, command_line, environment, write
 from octavo.cli.serve.ports import free_port
 from octavo.cli.serve.readiness import Samples, read_metrics
 from octavo.cli.settings.groups import ServeSettings
-from octavo.wire.run_dir import temporary_folder
+from octavo.wire.run_dir import folder_of_sockets
 
 QUESTIONS = ("What is your name?", "Do you like music?", "Tell me a story about a fox.")
 MAX_TOKENS = 200
@@ -134,7 +134,7 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
 @contextmanager
 def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
     """`octavo serve` in a process of its own, ready; nothing of it is left at the end."""
-    with temporary_folder("octavo-tour-") as made:
+    with folder_of_sockets("octavo-tour-") as made:
         run_dir = made / "run"
         file = write_settings(settings.model_dump() | {"run_dir": run_dir}, made / "serve.toml")
         process = subprocess.Popen(command_line("serve", file), env=environment(), start_new_session=True)

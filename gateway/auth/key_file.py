@@ -58,8 +58,10 @@ _IDENTITY = ("tenant", "scopes")
 class AccessFileError(Exception):
     """A file of keys or certificates that cannot be used.
 
-    what: which file. numbers: what is wrong with it. change: what to do.
+    what: which file. numbers: what is wrong with it. change: what to do. exit_code: of a command that ends so.
     """
+
+    exit_code = 2
 
     def __init__(self, what: str, numbers: str, change: str) -> None:
         super().__init__(f"{what}: {numbers}; {change}")

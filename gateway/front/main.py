@@ -1,6 +1,7 @@
 """Entry point of a front process."""
 
 import asyncio
+import errno
 import logging
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import structlog
 import uvicorn
 
 from octavo.gateway.front.app import make_app
+from octavo.wire.host import ending_signals
 from octavo.wire.logs import configure_logs
 
 log = structlog.get_logger(__name__)
@@ -38,7 +40,7 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
 
@@ -50,7 +52,7 @@ class _Server(uvicorn.Server):
 
 
 def main(config: FrontConfig) -> int:
-    """Serve until a signal; 1 where it cannot listen."""
+    """Serve until a signal. Raises OSError where it cannot listen."""
     configure_logs(config.log_format, config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what it says is said here
     server = _Server(
@@ -78,7 +80,7 @@ async def _serve(server: _Server, config: FrontConfig) -> int:
             log.info("listening", address=f"{config.host}:{config.port}", gateways=len(config.targets))
         await serving
     except SystemExit:  # uvicorn's way to say that the address is taken
-        log.error("cannot_start", error=f"cannot listen on {config.host}:{config.port}: is the port taken?")
-        return 1
+        place = f"--openai {config.host}:{config.port}"
+        raise OSError(errno.EADDRINUSE, f"{place} cannot be bound: is another process listening there?") from None
     log.info("stopped")
     return 0

@@ -103,7 +103,7 @@ class Peers:
         config = self._config
         if not config.endpoint:
             if config.others or self._file:
-                raise ValueError("--peer-endpoint needs --control-endpoint, where the others reach this gateway")
+                raise EndpointError("--peer-endpoint needs --control-endpoint, where the others reach this gateway")
             return
         try:
             await self._open()

@@ -1,5 +1,6 @@
 """Addresses to listen at, and who can reach them."""
 
+import errno
 import ipaddress
 import socket
 
@@ -14,7 +15,24 @@ class BindError(OSError):
     """An address that cannot be listened at. setting: the flags that it comes from."""
 
     def __init__(self, setting: str, address: str) -> None:
-        super().__init__(f"{setting} {address} cannot be bound: is another process listening there?")
+        super().__init__(f"{setting} {address} cannot be bound: {_why_not(address)}")
+
+
+def _why_not(address: str) -> str:
+    """gRPC keeps the reason for itself."""
+    guess = "is another process listening there?"
+    if address.startswith("unix:"):
+        return guess
+    try:
+        host, port = split_host_port(address)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            return "another process listens there"
+        return str(getattr(error, "strerror", None) or error)
+    return guess
 
 
 def split_host_port(address: str) -> tuple[str, int]:

@@ -32,7 +32,8 @@ def main() -> None:
     """argv: pid of the parent, bytes that may be taken beyond those of an idle process."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal's Ctrl-C the parent ends it, after its requests
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the parent ends it, after its requests
+        signal.signal(number, signal.SIG_IGN)
     _limit(memory_bytes)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import socket
+import tempfile
 from pathlib import Path
 
 import grpc
@@ -17,7 +19,11 @@ from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
 from octavo.client.errors import FieldViolation, InvalidRequest, Unavailable
+from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.rpc.addresses import AddressError, BindError
 from octavo.model.errors import CheckpointError
+from octavo.wire.endpoints import EndpointError
+from octavo.wire.keys import KeyFileError
 from octavo.wire.run_dir import RunDirError
 from octavo.worker.loading.memory import DoesNotFit
 from octavo.worker.loading.model_card import CardError
@@ -63,11 +69,85 @@ def test_a_failed_call_names_fields_reason_and_what_to_change() -> None:
         (OSError(errno.ENOSPC, "No space left on device", "/cache/file"), "the disk is full"),
         (RecursionError("maximum recursion depth exceeded"), "something is nested too deeply to be read"),
         (OverflowError("cannot convert float infinity to integer"), "a number is too large"),
+        (MemoryError(), "there is too little memory"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "there is too little memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "there is too little memory"),
+        (RuntimeError("can't start new thread"), "no more processes or threads can be started"),
+        (BlockingIOError(errno.EAGAIN, "x"), "no more processes or threads can be started"),
+        (OSError(errno.EMFILE, "Too many open files", "/f"), "too many files are open"),
+        (OSError(errno.EFBIG, "File too large"), "a file may not become so large"),
+        (RuntimeError("Could not determine home directory."), "this user has no home folder"),
+        (OSError(errno.EACCES, "cannot bind ipc:///Tmp/x: Permission denied"), "permission denied"),
         (CardError("config.json: max_position_embeddings is 'many'"), "the checkpoint cannot be served"),
     ],
 )
 def test_every_other_error_has_a_first_line(error: Exception, what: str) -> None:
     assert lines(error)[0] == what
+
+
+def test_a_path_that_is_no_text_names_the_locale() -> None:
+    with pytest.raises(UnicodeEncodeError) as caught:
+        b"/tmp/\xe4".decode("ascii", "surrogateescape").encode()
+    assert "LC_ALL=C.UTF-8" in lines(caught.value)[2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EndpointError("'x' is neither ipc:///path nor tcp://host:port"),
+        AddressError("'x' is not host:port"),
+        KeyFileError("cannot read key file x"),
+        AccessFileError("the keys", "are not TOML", "mend them"),
+    ],
+)
+def test_a_setting_that_is_wrong_ends_a_command_with_2(error: Exception) -> None:
+    assert explain(error).exit_code == 2
+
+
+def test_what_the_system_does_not_allow_ends_it_with_1() -> None:
+    assert explain(BindError("--port", "192.0.2.1:1")).exit_code == 1
+
+
+def test_the_words_of_an_error_keep_their_case() -> None:
+    error = OSError(errno.EACCES, "cannot bind ipc:///Tmp/x: Permission denied")
+    assert lines(error)[1] == "cannot bind ipc:///Tmp/x: Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("192.0.2.1:0", "Cannot assign requested address"), ("nosuch.invalid:0", "not known|failure in name|No address")],
+)
+def test_an_address_that_cannot_be_bound_says_why(address: str, why: str) -> None:
+    assert re.search(f"--port {address} cannot be bound: .*({why})", str(BindError("--port", address)))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "nosuch.invalid", "a..b", "x" * 300])
+def test_an_address_that_is_not_this_hosts_names_its_flag(host: str) -> None:
+    with pytest.raises(CliError) as caught:
+        serve.choose_ports(ServeSettings(metrics_host=host, port=0, metrics_port=0, worker_metrics_port=0))
+    assert (caught.value.what, caught.value.exit_code) == ("bad value for --metrics-host", 2)
+
+
+def test_brackets_around_an_address_are_taken_off() -> None:
+    settings = ServeSettings(host="[::1]", metrics_host="[::]", page_host="[::1]", openai_host="127.0.0.1")
+    assert (settings.host, settings.metrics_host, settings.page_host) == ("::1", "::", "::1")
+    assert settings.openai_host == "127.0.0.1"
+
+
+def test_a_path_that_is_too_long_for_sockets_is_left_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        with run_folder(None) as made, socket.socket(socket.AF_UNIX) as listener:
+            assert made.stat().st_mode & 0o777 == 0o700
+            listener.bind(str(made / "gateway-1023.peers.sock"))
+        assert not made.exists()
+    with pytest.raises(CliError, match=r"the path of run directory .* bytes, of which 83 leave room"), run_folder(long):
+        pass
 
 
 def test_a_full_disk_is_told_whatever_came_of_it() -> None:

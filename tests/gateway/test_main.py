@@ -20,6 +20,7 @@ from octavo.v1 import inference_pb2_grpc
 from tests.support.gateway.rpc_errors import refused
 
 PROGRAM = """
+import json
 import sys
 from pathlib import Path
 from octavo.gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing
@@ -27,7 +28,12 @@ from octavo.gateway.main import main
 from octavo.gateway.workers.config import WorkerPoolConfig
 run_dir, arguments = sys.argv[1], eval(sys.argv[2])
 workers = WorkerPoolConfig(endpoints=(f"ipc://{run_dir}/gateway-{arguments.pop('index', 0)}.sock",))
-sys.exit(main(GatewayConfig(workers=workers, metrics_address=None, log_format=LogFormat.JSON, **arguments)))
+try:
+    code = main(GatewayConfig(workers=workers, metrics_address=None, log_format=LogFormat.JSON, **arguments))
+except Exception as error:
+    print(json.dumps({"event": "raised", "error": str(error)}), file=sys.stderr)
+    code = 1
+sys.exit(code)
 """
 
 
@@ -125,7 +131,7 @@ def test_a_start_that_fails_says_which_setting(tmp_path: Path, arguments: str, w
         other.listen()
         port = str(other.getsockname()[1])
         with gateway(tmp_path / "run", arguments.replace("BUSY", port)) as process:
-            assert words.replace("BUSY", port) in str(lines_until(process, "cannot_start")["error"])
+            assert words.replace("BUSY", port) in str(lines_until(process, "raised")["error"])
             assert process.wait(10) == 1
 
 
@@ -134,7 +140,7 @@ def test_a_run_directory_that_others_can_enter_is_refused(tmp_path: Path) -> Non
     run_dir.mkdir()
     run_dir.chmod(0o777)
     with gateway(run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
-        assert "chmod 700" in str(lines_until(process, "cannot_start")["error"])
+        assert "chmod 700" in str(lines_until(process, "raised")["error"])
         assert process.wait(10) == 1
 
 
@@ -158,7 +164,7 @@ def test_keys_that_cannot_be_used_let_nothing_start(tmp_path: Path) -> None:
     keys.touch(mode=0o644)
     access = f"AccessConfig(api_keys_file=Path({str(keys)!r}))"
     with gateway(tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
-        assert "chmod 600" in str(lines_until(process, "cannot_start")["error"])
+        assert "chmod 600" in str(lines_until(process, "raised")["error"])
         assert process.wait(10) == 1
 
 

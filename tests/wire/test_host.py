@@ -1,11 +1,13 @@
-"""Cores that a container leaves, by either version of cgroups."""
+"""What a host leaves to a process: cores, by either version of cgroups, and threads."""
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from octavo.wire.host import usable_cores
+from octavo.wire.host import threads_to_be_had, usable_cores
 
 EVERY = len(os.sched_getaffinity(0))
 QUOTAS = [("100000", 1), ("20000", 1), (str(10**9), EVERY)]
@@ -27,3 +29,18 @@ def test_so_does_that_of_the_first_version(granted: str, wanted: int, tmp_path: 
 
 def test_without_cgroups_all_cores_are_usable(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none") == EVERY
+
+
+def test_threads_are_counted_by_starting_them_and_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, started = threading.active_count(), threading.Thread.start
+    assert threads_to_be_had(5) == 5
+    assert threading.active_count() == before
+
+    def start(thread: Any) -> None:
+        if threading.active_count() >= before + 3:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert threads_to_be_had(5) == 3
+    assert (threading.active_count(), threading.stack_size()) == (before, 0)

@@ -239,7 +239,7 @@ async def test_the_first_sigterm_drains(pool: WorkerPool, start: Start) -> None:
     assert worker.names()[-2:] == ["draining", "ended"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_the_second_signal_stops(pool: WorkerPool, start: Start, number: signal.Signals) -> None:
     worker = start(oracle_step_delay_s=0.02)
     await until_ready(pool)

@@ -33,7 +33,7 @@ from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.errors import ConfigError
 from octavo.model.parallel import Ranks, abort, config_of_rank, has_device_sums, join_ranks
-from octavo.wire.host import die_with, usable_cores
+from octavo.wire.host import die_with, ending_signals, usable_cores
 from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import temporary_folder
 from octavo.worker.config import RunnerKind, WorkerConfig
@@ -333,7 +333,7 @@ def check_cut(folder: Path, size: int, model: str) -> None:
 
 def main() -> int:
     """A follower. Returns 0 where rank 0 has ended, 1 where something failed here."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     told = sys.stdin.buffer.read(_LENGTH_BYTES)
     frame = sys.stdin.buffer.read(int.from_bytes(told, "little"))

@@ -14,10 +14,10 @@ from octavo.cli.serve.launch import (
     environment,
     metrics_ports,
     plan_processes,
+    with_threads,
     write_settings,
 )
 from octavo.cli.serve.parent import PARENT_VARIABLE
-from octavo.cli.serve.serve import with_threads
 from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.resolve import resolve
 

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.spinner import SPINNERS
 
 from octavo.cli.serve.launch import ProcessPlan, Role
+from octavo.cli.serve.parent import PARENT_VARIABLE, told_to_supervisor
 from octavo.cli.serve.startup import LineStyle, LogLine, StartupView, parse_line, render_line
+from octavo.wire.endpoints import EndpointError
 
 RAW = '{"event": "loaded", "level": "info", "timestamp": "2026-01-02T03:04:05.6Z", "num_blocks": 3, "device": "cpu"}'
 PLANS = [ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, metrics_port=1)]
@@ -47,6 +49,28 @@ def test_programs_get_lines_unchanged_and_the_view_keeps_what_was_loaded(capsys:
     assert json.loads(lines[1]) == {"event": "draining", "level": "info", "process": "supervisor"}
     assert len(lines) == 2
     assert view.loaded == {"worker-0": {"num_blocks": 3, "device": "cpu"}}
+
+
+def test_a_process_that_cannot_start_tells_its_supervisor_in_three_parts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @told_to_supervisor
+    def command() -> int:
+        raise EndpointError("'x' is no endpoint")
+
+    with pytest.raises(EndpointError):  # nobody else shows it
+        command()
+    monkeypatch.setenv(PARENT_VARIABLE, "1")
+    assert command() == 2
+    line = capsys.readouterr().err
+    view = StartupView(PLANS, console=Console(stderr=True), level="info", style=LineStyle.PROGRAMS)
+    view.on_line("worker-0", line)
+    assert capsys.readouterr().err == ""  # the service ends with it
+    refused = view.refused["worker-0"]
+    assert (refused.what, refused.numbers, refused.exit_code) == ("bad endpoint", "'x' is no endpoint", 2)
+    view.on_ready()
+    view.on_line("worker-0", line)  # of a later life: the service goes on
+    assert "'x' is no endpoint" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_bars_that_follow_the_lines_and_then_the_lines_themselves() -> None:

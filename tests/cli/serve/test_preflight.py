@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from octavo.cli.errors import CliError
 from octavo.cli.explain import explain
 from octavo.cli.main import main
-from octavo.cli.serve import preflight
+from octavo.cli.serve import ports, preflight
 from octavo.cli.serve.launch import environment
 from octavo.cli.serve.preflight import (
     BACKENDS,
@@ -225,11 +226,33 @@ def test_a_size_that_does_not_fit_is_told_with_those_that_do(
     monkeypatch.setattr("octavo.worker.main.let_threads_sleep", lambda: None)
     folder = checkpoint(tmp_path / "own", **{"intermediate_size": 768} | changes)
     flags = ["--model", str(folder), "--tensor-parallel-size", str(size), "--device", "cpu"]
-    alone = ["--gateway-endpoint", f"ipc://{tmp_path}/x.sock"] if command == "worker" else ["--port", "0"]
+    worker = ["--gateway-endpoint", f"ipc://{tmp_path}/x.sock", "--worker-metrics-port", "0"]
+    alone = worker if command == "worker" else ["--port", "0"]
     assert main([command, *flags, *alone]) == 2
     shown = lines(capsys)[-3:]
     assert shown[0] == "error: a model cannot be cut into so many parts"
     assert " ".join(shown[1:]) == f"--tensor-parallel-size is {size}, and of {folder} {told}"
+
+
+def test_too_few_threads_are_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ports, "threads_to_be_had", lambda wanted: 5)
+    assert main(["serve", "--port", "0", "--num-threads", "3", "--gateways", "2", "--device", "cpu"]) == 1
+    assert lines(capsys) == [
+        "error: too few threads and processes are allowed",
+        "5 more can be started here, and this takes 67",  # four processes of 16, and three that compute
+        "→ raise ulimit -u, or the container's limit of processes (pids); or give fewer --num-threads",
+    ]
+
+
+def test_a_workers_busy_port_is_told_before_its_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["worker", "--gateway-endpoint", "ipc:///tmp/x.sock", "--worker-metrics-port", port]) == 1
+    assert lines(capsys)[0] == f"error: port {port} is busy"
 
 
 LOOK = """import os, sys, types
@@ -248,7 +271,7 @@ sys.exit(main(["worker", *sys.argv[2:]]))
 
 def test_a_flag_hides_instructions_from_torch_and_overrides_the_variable(tmp_path: Path) -> None:
     def seen(variable: str, *arguments: str) -> list[str]:
-        flags = ("--device=cpu", f"--gateway-endpoint=ipc://{tmp_path}/x.sock")
+        flags = ("--device=cpu", "--worker-metrics-port=0", f"--gateway-endpoint=ipc://{tmp_path}/x.sock")
         environment = {**os.environ, variable_of("cpu_isa"): variable}
         command = [sys.executable, "-c", LOOK, *arguments, *flags]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -82,7 +82,9 @@ async def test_one_of_several_gateways_that_cannot_start_ends_the_service() -> N
     stage = Stage(gateway_0=DYING, gateway_1=OBEDIENT, worker_0=OBEDIENT)
     async with asyncio.timeout(60):
         assert await stage.service.run() == 1
-    assert stage.notices == ["giving up: gateway_0 ended with exit code 3 before it was ready"]
+    assert stage.service.failure == "gateway_0 ended with exit code 3 before it was ready"
+    assert stage.service.failed == "gateway_0"
+    assert stage.notices == []  # it is told once, as the service's end
     assert not any(child.is_running for child in stage.children.values())
 
 

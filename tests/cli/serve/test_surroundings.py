@@ -1,8 +1,10 @@
 """`octavo serve` in surroundings that no developer has: it serves, or says in one sentence why not."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,3 +75,42 @@ def test_proxies_of_the_environment_are_not_asked_for_processes_of_this_host(
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY"), "http://127.0.0.1:1")
     without = {name: value for name, value in variables.items() if name.lower() != "no_proxy"}
     serves(tmp_path, "--gateways=2", variables=without | proxies)
+
+
+def test_a_terminal_that_is_closed_drains_and_nohup_goes_on(tmp_path: Path, variables: dict[str, str]) -> None:
+    with started(tmp_path, port=free_port(), variables=variables) as process:
+        wait_until_ready(process, tmp_path)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+    assert "draining: requests in flight finish" in said(tmp_path)
+    with started(
+        tmp_path, port=free_port(), variables=variables, wrap=("sh", "-c", "trap '' HUP; exec \"$@\"", "sh")
+    ) as process:
+        wait_until_ready(process, tmp_path)
+        process.send_signal(signal.SIGHUP)
+        for child in psutil.Process(process.pid).children():
+            child.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_a_path_for_temporary_files_that_is_too_long_for_sockets_is_left(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        serves(tmp_path, variables=variables | {"TMPDIR": str(long), "XDG_RUNTIME_DIR": short})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root has no limit of processes")
+def test_a_limit_of_processes_that_is_too_low_is_told_before_anything_starts(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    limit = ("sh", "-c", 'ulimit -u 20; exec "$@"', "sh")
+    with started(tmp_path, port=free_port(), variables=variables, wrap=limit) as process:
+        assert process.wait(START_TIMEOUT_S) == 1
+    assert said(tmp_path).splitlines()[0] == "error: too few threads and processes are allowed"
+    assert len(said(tmp_path).splitlines()) == 3
