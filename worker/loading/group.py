@@ -40,7 +40,7 @@ from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.agreement import build_name, check_agreement, checkpoint_name
 from octavo.worker.loading.loaded import Loaded, Meanwhile, served_name
 from octavo.worker.loading.loader import load_torch, prepare
-from octavo.worker.loading.progress import OnProgress
+from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.runners.group import LOST_WAIT_S, GroupLost, GroupRunner, follow
 from octavo.worker.runners.orders import OrderReader, OrderRing
 from octavo.worker.runners.rank_figures import MeasuredRunner, RankBoard
@@ -223,7 +223,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
     folder = resolve_checkpoint(
         config.model,
         revision=config.revision,
-        on_progress=lambda done, total: on_progress("downloading", done, total),
+        on_progress=staged("downloading", on_progress),
     )
     check_cut(folder, config.tensor_parallel_size, config.model)
     config = replace(config, served_name=config.served_name or served_name(config.model), model=str(folder))

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -42,9 +41,9 @@ from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config, served_name
-from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
+from octavo.worker.loading.memory import memory_needs, prefer_huge_pages, size_pool
 from octavo.worker.loading.model_card import Described, describe
-from octavo.worker.loading.progress import OnProgress
+from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.loading.warmup import WarmRunner, warm_up
 from octavo.worker.loading.weight_format import (
     cache_dtype,
@@ -89,7 +88,7 @@ def load_torch(
     prepared = prepare(config, on_progress, ranks=ranks, meanwhile=meanwhile)
     model, described, scheduler = prepared.model, prepared.described, prepared.scheduler
     runner = wrap(prepared.runner)
-    warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
+    warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=staged("warming_up", on_progress))
     host = runner.host_blocks
     if host is not None:
         copy_s = runner.measure_copies()
@@ -129,9 +128,10 @@ def prepare(
 ) -> Prepared:
     """`load_torch` up to the first step. Raises what it raises."""
     check_deterministic(config)
+    has_cuda_runner = wants_cuda_runner(config)
     with ExitStack() as stack:
         helpers = None
-        if wants_cuda_runner(config):
+        if has_cuda_runner:
             require_executable(triton_folder(), "TRITON_CACHE_DIR")
             helpers = _fork_compilers(ranks)
             if helpers is not None:
@@ -139,21 +139,29 @@ def prepare(
             _wake_compiler(torch.device(config.device))
             if ranks.rank == 0:
                 read_ahead(mapped_libraries())
-        return _prepare(config, on_progress, ranks, partial(_make_cuda_runner, helpers=helpers, meanwhile=meanwhile))
+        prefer_huge_pages()
+        if (num_threads := _num_threads(config, ranks)) != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+        folder = _resolve(config, on_progress)
+        described = describe(folder)
+        scheduler = scheduler_config(config, described, max_in_flight=2 if has_cuda_runner else 1)
+        max_model_len = scheduler.max_model_len
+        model = _load_weights(config, folder, on_progress, ranks, max_model_len=max_model_len)
+        runner: WarmRunner
+        if has_cuda_runner:
+            from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
 
-
-def _prepare(
-    config: WorkerConfig, on_progress: OnProgress, ranks: Ranks, make_cuda_runner: Callable[..., WarmRunner]
-) -> Prepared:
-    prefer_huge_pages()
-    if (num_threads := _num_threads(config, ranks)) != torch.get_num_threads():
-        torch.set_num_threads(num_threads)
-    folder = _resolve(config, on_progress)
-    described = describe(folder)
-    make_runner = make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
-    scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
-    model = _load_weights(config, folder, on_progress, ranks)
-    runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
+            runner = make_cuda_runner(
+                config,
+                model,
+                described,
+                max_model_len=max_model_len,
+                on_progress=on_progress,
+                helpers=helpers,
+                meanwhile=meanwhile,
+            )
+        else:
+            runner = _make_torch_runner(config, model, described, on_progress, max_model_len=max_model_len)
     scheduler = replace(scheduler, max_chunks=runner.max_chunks, attended_share=model.config.attended_share)
     return Prepared(runner=runner, model=model, described=described, scheduler=scheduler)
 
@@ -212,11 +220,13 @@ def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
     return resolve_checkpoint(
         config.model,
         revision=config.revision,
-        on_progress=lambda done, total: on_progress("downloading", done, total),
+        on_progress=staged("downloading", on_progress),
     )
 
 
-def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, ranks: Ranks) -> CausalLM:
+def _load_weights(
+    config: WorkerConfig, folder: Path, on_progress: OnProgress, ranks: Ranks, *, max_model_len: int
+) -> CausalLM:
     dtype = parse_dtype(config.dtype)
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
     model_config = load_config(folder)
@@ -236,7 +246,7 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, r
             folder,
             dtype=dtype,
             device=config.device,
-            on_progress=_staged("loading_weights", on_progress),
+            on_progress=staged("loading_weights", on_progress),
             # Deterministic steps multiply with plain weights only.
             packed=Packed.KEPT if has_cuda_runner and not is_deterministic else Packed.UNPACKED,
             ranks=ranks,
@@ -245,37 +255,11 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, r
         fold_cache_scales(model)
     on_progress("packing_weights", None, None)
     if is_deterministic and not has_cuda_runner:
-        make_invariant(model, max_positions=_max_positions(config, folder), wanted=wanted)
+        # Of the longest request, with one token more: a step that runs ahead has it.
+        make_invariant(model, max_positions=max_model_len + 1, wanted=wanted)
     elif not has_cuda_runner:  # the CUDA runner packs them itself
         model.pack_weights(wanted)
     return model
-
-
-def _max_positions(config: WorkerConfig, folder: Path) -> int:
-    """Of the longest request, with one token more: a step that runs ahead has it."""
-    return (config.max_model_len or describe(folder).max_model_len) + 1
-
-
-def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> PoolSize:
-    needs = memory_needs(
-        model,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        memory_fraction=_share_of_memory(config, model),
-        kv_dtype=cache_dtype(config.kv_cache_dtype),
-    )
-    pool = size_pool(needs, num_blocks=config.num_blocks)
-    num_blocks = model.ranks.least(pool.num_blocks)  # a block is the same on every rank
-    return PoolSize(
-        num_blocks=num_blocks, num_tokens=num_blocks * config.block_size, num_bytes=num_blocks * needs.block_bytes
-    )
-
-
-def _share_of_memory(config: WorkerConfig, model: CausalLM) -> float:
-    """Ranks on CPUs share the host's memory; GPUs have their own."""
-    return config.memory_fraction / (model.ranks.size if model.device.type == "cpu" else 1)
 
 
 def wants_cuda_runner(config: WorkerConfig) -> bool:
@@ -301,45 +285,38 @@ def _fork_compilers(ranks: Ranks) -> CompilerProcesses | None:
     return CompilerProcesses.fork(size, wake=wake_helper, answer=help_compiling)
 
 
-def _make_cuda_runner(
-    config: WorkerConfig,
-    model: CausalLM,
-    described: Described,
-    max_model_len: int,
-    on_progress: OnProgress,
-    *,
-    helpers: CompilerProcesses | None,
-    meanwhile: Meanwhile,
-) -> WarmRunner:
-    from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
-
-    return make_cuda_runner(
-        config,
-        model,
-        described,
-        max_model_len=max_model_len,
-        on_progress=on_progress,
-        helpers=helpers,
-        meanwhile=meanwhile,
-    )
-
-
 def _make_torch_runner(
-    config: WorkerConfig, model: CausalLM, described: Described, max_model_len: int, on_progress: OnProgress
-) -> WarmRunner:
+    config: WorkerConfig, model: CausalLM, described: Described, on_progress: OnProgress, *, max_model_len: int
+) -> TorchRunner:
+    kv_dtype = cache_dtype(config.kv_cache_dtype)
+    block_bytes = kv_block_bytes(model.config, block_size=config.block_size, dtype=kv_dtype or model.dtype)
     host = allocate_host_blocks(
         config.host_kv_gib,
-        kv_block_bytes(
-            model.config, block_size=config.block_size, dtype=cache_dtype(config.kv_cache_dtype) or model.dtype
-        ),
+        block_bytes,
         model.device,
-        _staged("taking_host_memory", on_progress),
+        staged("taking_host_memory", on_progress),
         ranks=model.ranks,
     )
-    pool = _pool_size(config, model, max_model_len=max_model_len)
-    log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
+    needs = memory_needs(
+        model,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        # Ranks on CPUs share the host's memory; GPUs have their own.
+        memory_fraction=config.memory_fraction / (model.ranks.size if model.device.type == "cpu" else 1),
+        kv_dtype=kv_dtype,
+    )
+    # A block is the same on every rank.
+    num_blocks = model.ranks.least(size_pool(needs, num_blocks=config.num_blocks).num_blocks)
+    log.info(
+        "kv_pool_sized",
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * config.block_size,
+        num_bytes=num_blocks * block_bytes,
+    )
     runner_config = TorchRunnerConfig(
-        num_blocks=pool.num_blocks,
+        num_blocks=num_blocks,
         block_size=config.block_size,
         max_slots=config.max_num_seqs,
         max_model_len=max_model_len,
@@ -347,7 +324,7 @@ def _make_torch_runner(
         eos_token_ids=described.eos_token_ids,
         backend=_backend(config),
         numerics_limit=_numerics_limit(config, model),
-        kv_dtype=cache_dtype(config.kv_cache_dtype),
+        kv_dtype=kv_dtype,
     )
     return TorchRunner(model, runner_config, on_numerics=_log_finding, host_blocks=host)
 
@@ -371,10 +348,6 @@ def _fingerprint(config: WorkerConfig, model: CausalLM) -> bytes:
     order_of_sums = arithmetic(model.device).encode() if is_deterministic else b""
     roundings = rounding_of(config.quantization, model.device), rounding_of_cache(config.kv_cache_dtype)
     return with_rounding(model.fingerprint, *roundings, order_of_sums)
-
-
-def _staged(stage: str, on_progress: OnProgress) -> Callable[[int, int], None]:
-    return lambda done, total: on_progress(stage, done, total)
 
 
 def _log_finding(step: int, finding: NumericFinding) -> None:

@@ -34,3 +34,8 @@ class LoggedProgress:
             log.info(stage)
         else:
             log.info(stage, done=done, total=total, **unit)
+
+
+def staged(stage: str, on_progress: OnProgress) -> Callable[[int, int | None], None]:
+    """For a part that knows no stages: called with (done, total), it reports them of this stage."""
+    return lambda done, total: on_progress(stage, done, total)

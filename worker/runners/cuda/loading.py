@@ -24,7 +24,7 @@ from octavo.worker.loading.host_memory import begin_host_blocks
 from octavo.worker.loading.loaded import Meanwhile
 from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
 from octavo.worker.loading.model_card import Described
-from octavo.worker.loading.progress import OnProgress
+from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.loading.weight_format import cache_dtype, weight_format
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.host_copies import staging_bytes, staging_rows
@@ -74,13 +74,13 @@ def make_cuda_runner(
     compile_kernels(
         weights,
         runner_config,
-        lambda done, total: on_progress("compiling_kernels", done, total),
+        staged("compiling_kernels", on_progress),
         helpers=helpers,
         meanwhile=lambda: meanwhile(described),
     )
     if helpers is not None:
         helpers.close()
-    host = coming.take(lambda done, total: on_progress("taking_host_memory", done, total))
+    host = coming.take(staged("taking_host_memory", on_progress))
     rows = ranks.least(staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0]))
     on_progress("rehearsing_steps", None, None)
     has_cache = config.prefix_cache is PrefixCacheMode.ON
@@ -102,7 +102,7 @@ def make_cuda_runner(
     )
     serving_config = replace(runner_config, num_blocks=num_blocks, max_copies_in=rows)
     runner = CudaRunner(weights, serving_config, host_blocks=host)
-    seconds = runner.record(lambda done, total: on_progress("recording_steps", done, total))
+    seconds = runner.record(staged("recording_steps", on_progress))
     log.info("steps_recorded", num_graphs=runner.graphs.num_shapes, seconds=round(seconds, 2))
     return runner
 
