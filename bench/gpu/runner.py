@@ -88,7 +88,7 @@ def make_runner(
         needs = cuda_memory_needs(
             taken, config, weights_bytes=weights_bytes, memory_fraction=0.9, staging_bytes=staging
         )
-        num_blocks, rehearsed_gib = size_pool(needs).num_blocks, f"{needs.activation_bytes / 2**30:.2f}"
+        num_blocks, rehearsed_gib = size_pool(needs), f"{needs.activation_bytes / 2**30:.2f}"
     else:
         rehearsed_gib = "not measured"
     phases.end("rehearsal")

@@ -110,7 +110,7 @@ def size(model: str, asked: Asked) -> Sized:
             memory_fraction=asked.memory_fraction,
         )
         try:
-            streams[gib] = size_pool(needs).num_blocks // needs.blocks_per_request
+            streams[gib] = size_pool(needs) // needs.blocks_per_request
         except DoesNotFit:
             streams[gib] = 0
     return Sized(model=name, weights_bytes=taken, kv_bytes_per_token=block_bytes // asked.block_size, streams=streams)

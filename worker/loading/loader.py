@@ -308,7 +308,7 @@ def _make_torch_runner(
         kv_dtype=kv_dtype,
     )
     # A block is the same on every rank.
-    num_blocks = model.ranks.least(size_pool(needs, num_blocks=config.num_blocks).num_blocks)
+    num_blocks = model.ranks.least(size_pool(needs, num_blocks=config.num_blocks))
     log.info(
         "kv_pool_sized",
         num_blocks=num_blocks,

@@ -83,26 +83,14 @@ class MemoryNeeds:
         return math.ceil(self.max_model_len / self.block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSize:
-    """The decision."""
-
-    num_blocks: int
-    num_tokens: int
-    num_bytes: int
-
-
-def size_pool(needs: MemoryNeeds, *, num_blocks: int | None = None) -> PoolSize:
+def size_pool(needs: MemoryNeeds, *, num_blocks: int | None = None) -> int:
     """The number of blocks: as asked for, or as many as the budget holds, but where spare memory is left no more than
     all requests together could ever fill. Raises DoesNotFit where a single request of max_model_len would not fit, or
     the memory is not there."""
     if num_blocks is None:
-        num_blocks = _blocks_in_budget(needs)
-    else:
-        _check_asked(needs, num_blocks)
-    return PoolSize(
-        num_blocks=num_blocks, num_tokens=num_blocks * needs.block_size, num_bytes=num_blocks * needs.block_bytes
-    )
+        return _blocks_in_budget(needs)
+    _check_asked(needs, num_blocks)
+    return num_blocks
 
 
 def _blocks_in_budget(needs: MemoryNeeds) -> int:

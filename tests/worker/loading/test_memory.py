@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, PoolSize, available_host_bytes, size_pool
+from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, available_host_bytes, size_pool
 
 NEEDS = MemoryNeeds(
     available_bytes=8 * GIB,
@@ -24,18 +24,15 @@ NEEDS = MemoryNeeds(
 
 
 def test_blocks_take_what_the_budget_leaves() -> None:
-    num_blocks = int(0.8 * 10 * 1024) - 3 * 1024 - 512
-    assert size_pool(NEEDS) == PoolSize(
-        num_blocks=num_blocks, num_tokens=num_blocks * 16, num_bytes=num_blocks * (1 << 20)
-    )
+    assert size_pool(NEEDS) == int(0.8 * 10 * 1024) - 3 * 1024 - 512
 
 
 def test_no_more_blocks_than_all_requests_together_could_fill() -> None:
-    assert size_pool(replace(NEEDS, max_num_seqs=3)).num_blocks == 3 * 256
+    assert size_pool(replace(NEEDS, max_num_seqs=3)) == 3 * 256
 
 
 def test_the_number_that_was_asked_for_is_taken_as_it_is() -> None:
-    assert size_pool(NEEDS, num_blocks=7) == PoolSize(num_blocks=7, num_tokens=112, num_bytes=7 << 20)
+    assert size_pool(NEEDS, num_blocks=7) == 7
 
 
 def test_a_request_that_does_not_fit_is_refused_in_three_lines() -> None:
@@ -65,17 +62,17 @@ def test_the_pool_stays_in_its_budget_and_the_advice_holds(
         memory_fraction=fraction,
         max_model_len=max_model_len,
     )
-    size = size_or_refusal(needs)
-    if isinstance(size, DoesNotFit):
-        assert len(str(size).splitlines()) == 3
-        for advised in advised_changes(needs, size.change):
-            assert size_pool(advised).num_tokens >= advised.max_model_len
+    num_blocks = size_or_refusal(needs)
+    if isinstance(num_blocks, DoesNotFit):
+        assert len(str(num_blocks).splitlines()) == 3
+        for advised in advised_changes(needs, num_blocks.change):
+            assert size_pool(advised) >= advised.blocks_per_request
     else:
-        assert size.num_tokens >= max_model_len
-        assert size.num_bytes + needs.fixed_bytes <= needs.budget_bytes
+        assert num_blocks >= needs.blocks_per_request
+        assert num_blocks * needs.block_bytes + needs.fixed_bytes <= needs.budget_bytes
 
 
-def size_or_refusal(needs: MemoryNeeds) -> PoolSize | DoesNotFit:
+def size_or_refusal(needs: MemoryNeeds) -> int | DoesNotFit:
     try:
         return size_pool(needs)
     except DoesNotFit as error:

@@ -35,7 +35,7 @@ def test_needs_of_a_small_model_give_a_pool() -> None:
         model, block_size=16, max_model_len=128, max_num_seqs=4, max_batch_tokens=64, memory_fraction=0.9
     )
     assert needs.block_bytes == 2 * 2 * 2 * 8 * 16 * 4
-    assert size_pool(needs).num_blocks == 4 * 8
+    assert size_pool(needs) == 4 * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

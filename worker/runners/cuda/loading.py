@@ -92,7 +92,7 @@ def make_cuda_runner(
         spare=SpareMemory.TAKEN if has_cache else SpareMemory.LEFT,
         staging_bytes=staging_bytes(rows, block_bytes) if host is not None else 0,
     )
-    num_blocks = ranks.least(size_pool(needs, num_blocks=config.num_blocks).num_blocks)
+    num_blocks = ranks.least(size_pool(needs, num_blocks=config.num_blocks))
     log.info(
         "kv_pool_sized",
         num_blocks=num_blocks,
