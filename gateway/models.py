@@ -19,6 +19,7 @@ from octavo.wire.messages import ModelCard
 log = structlog.get_logger(__name__)
 KEPT_S = 600.0
 """A tokenizer stays so long after its last use: a worker that starts again finds it loaded."""
+FIRST_RETRY_S, MAX_DOUBLINGS = 1.0, 6
 
 _TextKey = tuple[str, int]  # digest of the bundle, number of ids
 
@@ -37,6 +38,8 @@ class ServedModels:
         self._files: dict[str, Mapping[str, bytes]] = {}  # by digest
         self._loading: dict[_TextKey, asyncio.Task[None]] = {}
         self._last_used_s: dict[_TextKey, float] = {}  # of those that are loaded
+        self._failures: dict[_TextKey, int] = {}  # how often loading has failed, though the bundle may be good
+        self._retry_s: dict[_TextKey, float] = {}  # when those are tried again
         self._seen: set[str] = set()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -49,12 +52,18 @@ class ServedModels:
         self._seen.add(card.name)
         self._files[card.tokenizer_digest] = files
         key = _key_of(card)
-        if key not in self._texts and key not in self._loading:
-            self._loading[key] = asyncio.create_task(self._load(key, card.name, dict(files)), name=f"load {card.name}")
+        if key not in self._texts:
+            self._begin(key, card.name)
+
+    def _begin(self, key: _TextKey, model: str) -> None:
+        if key not in self._loading:
+            files = dict(self._files[key[0]])
+            self._loading[key] = asyncio.create_task(self._load(key, model, files), name=f"load {model}")
 
     async def _load(self, key: _TextKey, model: str, files: dict[str, bytes]) -> None:
         try:
             self._texts[key] = await asyncio.to_thread(ModelText, files, num_ids=key[1])
+            self._failures.pop(key, None)
             log.info("tokenizer_ready", model=model, digest=key[0][:12])
         except UnsupportedTokenizer as error:
             self._texts[key] = error
@@ -62,12 +71,25 @@ class ServedModels:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # after a defect of ours, or a panic, the model must not stay "loading"
-            self._texts[key] = UnsupportedTokenizer("the tokenizer could not be loaded")
-            log.error("tokenizer_failed", model=model, exc_info=error)
+            self._texts[key] = UnsupportedTokenizer("the tokenizer could not be loaded; it is tried again")
+            self._failures[key] = self._failures.get(key, 0) + 1
+            log.error("tokenizer_failed", model=model, exc_info=error, num_failures=self._failures[key])
         finally:
             self._loading.pop(key, None)
         for callback in self._callbacks:
             callback()
+
+    def retry_failed(self, used: Iterable[ModelCard], now_s: float) -> None:
+        """Load again what could not be loaded for want of a thread or of memory, say: after a second, then after twice
+        as long each time, at most a minute. used: the models of all workers. now_s: monotonic."""
+        for card in used:
+            key = _key_of(card)
+            if key not in self._failures or key in self._loading:
+                continue
+            wait_s = FIRST_RETRY_S * 2 ** min(MAX_DOUBLINGS, self._failures[key] - 1)
+            if now_s >= self._retry_s.setdefault(key, now_s + wait_s):
+                del self._retry_s[key]
+                self._begin(key, card.name)
 
     def drop_unused(self, used: Iterable[ModelCard], now_s: float) -> None:
         """Forget tokenizers and files that were not used for `KEPT_S`. used: the models of
@@ -78,6 +100,8 @@ class ServedModels:
                 self._last_used_s[key] = now_s
             elif now_s - self._last_used_s.setdefault(key, now_s) > KEPT_S:
                 del self._texts[key], self._last_used_s[key]
+                self._failures.pop(key, None)
+                self._retry_s.pop(key, None)
                 log.info("tokenizer_dropped", digest=key[0][:12])
         digests = {digest for digest, _ in (*self._texts, *self._loading)}
         self._files = {digest: files for digest, files in self._files.items() if digest in digests}

@@ -142,7 +142,7 @@ class Ticker:
         while True:
             self.take_gauges()
             self._tracker.fail_stalled_writes(max_wait_s=self._tracker.write_stall_s)
-            self.drop_tokenizers(time.monotonic())
+            self.keep_tokenizers(time.monotonic())
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def take_gauges(self) -> None:
@@ -161,10 +161,12 @@ class Ticker:
         self._collector.see(workers)
         self._load_watch.see(workers)
 
-    def drop_tokenizers(self, now_s: float) -> None:
-        """Drop the tokenizers of models that no worker and no request has had for a while."""
-        cards = [worker.card for worker in self._pool.workers()] + [tracked.card for tracked in self._tracker]
-        self._models.drop_unused(cards, now_s)
+    def keep_tokenizers(self, now_s: float) -> None:
+        """Drop the tokenizers of models that no worker and no request has had for a while, and load again what could
+        not be loaded."""
+        cards = [worker.card for worker in self._pool.workers()]
+        self._models.retry_failed(cards, now_s)
+        self._models.drop_unused(cards + [tracked.card for tracked in self._tracker], now_s)
 
     async def report(self) -> None:
         """One line every ten seconds while there is something to report."""
