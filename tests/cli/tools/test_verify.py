@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.cli.errors import CliError
 from octavo.cli.tools.verify import Served, compare_served
@@ -106,6 +107,17 @@ def test_a_context_of_one_token_leaves_nothing_to_compare(tiny: Path) -> None:
 
 def test_layers_whose_window_is_as_long_as_the_context_are_compared(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path, use_sliding_window=True, sliding_window=512, max_window_layers=1)
+    assert red(compare(folder)) == {HALF: set(), WIDE: set()}
+
+
+def test_a_mistake_that_would_change_nothing_is_not_found_in_rounding(tmp_path: Path) -> None:
+    """Where all queries are almost nothing, every key counts alike, whatever attention is scaled with."""
+    folder = write_tiny_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if ".q_proj." in name:
+            tensors[name] *= 1e-6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert red(compare(folder)) == {HALF: set(), WIDE: set()}
 
 
