@@ -108,7 +108,13 @@ def _bits(fields: ConfigFields, supported: tuple[int, ...]) -> int:
 
 
 def _group_size(fields: ConfigFields) -> int | None:
-    return None if fields.has("group_size") and fields.value("group_size") == -1 else fields.positive_int("group_size")
+    """None for one group of all inputs. Codes of 4 bits lie in pairs of a group, also where they are unpacked."""
+    if fields.has("group_size") and fields.value("group_size") == -1:
+        return None
+    size = fields.positive_int("group_size")
+    if size % 2 and fields.positive_int("bits") == 4:
+        raise ConfigError(fields.path("group_size"), f"{size} is odd, which is not supported for 4 bits")
+    return size
 
 
 def _left_out(fields: ConfigFields) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ def test_other_codes_have_another_fingerprint(tmp_path: Path) -> None:
         ("bits", 3, "quantization_config.bits: 3 is not supported, only 4 and 8"),
         ("quant_method", "bitsandbytes", "quantization_config.quant_method: 'bitsandbytes' is not supported"),
         ("checkpoint_format", "marlin", "quantization_config.checkpoint_format: 'marlin' is not supported"),
+        ("group_size", 1, "quantization_config.group_size: 1 is odd"),
         ("group_size", 0, "quantization_config.group_size: must be a positive integer"),
         ("group_size", 48, r"quantization_config: model.layers.0.self_attn.q_proj: 64 inputs are no multiple of"),
         ("lm_head", True, "quantization_config.lm_head: true is not supported"),
