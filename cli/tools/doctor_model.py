@@ -37,16 +37,38 @@ def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
     _, checkpoint = split_model(model)
     try:
         folder = check_model(model, settings)
+        if folder is not None and settings.runner == "torch":
+            _check_files(folder, settings)
     except Exception as error:
         told = explain(error)
+        if type(error).__name__ == "CheckpointError" and _is_hubs(checkpoint):
+            return _check_download(checkpoint, settings.revision)  # it may be half there, and is completed then
         detail = f"{checkpoint}: {told.what}: {told.numbers}"
         name = "hub" if type(error).__name__ == "HubUnreachable" else "checkpoint"
         return [Finding(name=name, verdict=Verdict.BAD, detail=detail, advice=told.change)]
-    if folder is None or not list(folder.glob("*.safetensors")):
+    if folder is None:
         return _check_download(checkpoint, settings.revision)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     good = Finding(name="checkpoint", verdict=Verdict.GOOD, detail=f"{folder}, {_gib(num_bytes)} of weights")
     return [good, *_check_cut(folder, checkpoint, settings.tensor_parallel_size), _check_room(num_bytes, settings)]
+
+
+def _check_files(folder: Path, settings: ServeSettings) -> None:
+    """What a worker would refuse before it reads a weight. Raises CheckpointError."""
+    from octavo.model.checkpoint.loading import check_checkpoint
+    from octavo.model.config import load_config
+
+    if settings.load_format == "random":
+        load_config(folder)
+    else:
+        check_checkpoint(folder)
+
+
+def _is_hubs(checkpoint: str) -> bool:
+    """Whether it is the id of a repository, not a folder."""
+    from octavo.model.checkpoint.source import HUB_ID
+
+    return HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).is_dir()
 
 
 def _check_cut(folder: Path, checkpoint: str, size: int) -> list[Finding]:

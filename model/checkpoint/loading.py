@@ -80,6 +80,15 @@ def load_model(
     return model
 
 
+def check_checkpoint(folder: Path) -> None:
+    """What `load_model` checks before it reads any weight: config.json, which files there are, their headers. Raises
+    CheckpointError."""
+    folder = Path(folder)
+    plain = CausalLM(load_config(folder), dtype=torch.float32, device="meta")
+    with ExitStack() as stack:
+        check_tensors(open_shards(folder, stack), PackedWeights.of(plain).replace_shapes(expected_shapes(plain)))
+
+
 def draw_model(
     folder: Path,
     *,
@@ -122,7 +131,8 @@ def check_tensors(shards: Shards, shapes: dict[str, tuple[int, ...]]) -> None:
             dtypes = ", ".join(packed_dtype(name, TORCH_DTYPES))
             problems.append(f"{file.path.name}: {name}: is {entry.dtype}, should be one of {dtypes}")
     if problems:
-        raise CheckpointError(f"{len(problems)} tensors do not fit config.json:", tuple(sorted(problems)))
+        what = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
+        raise CheckpointError(f"{what} not fit config.json:", tuple(sorted(problems)))
 
 
 def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -27,6 +27,9 @@ MAX_DIMENSIONS = 8
 MAX_ENTRIES = 100_000
 """Of one file; the largest of Qwen2.5's packed checkpoints have some two thousand in all."""
 
+LFS_POINTER = b"version "
+"""How the text begins that a clone without git-lfs has in the place of a large file."""
+
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
     "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -108,7 +111,10 @@ class SafetensorsFile:
         self._file.seek(0)
         if size < 8:
             raise self._error(f"truncated: {size} bytes do not even hold the header's length")
-        length = int.from_bytes(self._file.read(8), "little")
+        first = self._file.read(8)
+        if first == LFS_POINTER:
+            raise self._error("is only git-lfs's pointer to the file: fetch it with `git lfs pull`")
+        length = int.from_bytes(first, "little")
         if not 2 <= length <= MAX_HEADER_BYTES:
             raise self._error(f"header length {length} is not between 2 and {MAX_HEADER_BYTES}")
         self._data_start = 8 + length

@@ -9,6 +9,7 @@ from octavo.cli.main import main
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor_checks import Finding, Verdict
 from octavo.cli.tools.doctor_model import check_models
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("nothing_set")
 
@@ -32,6 +33,40 @@ def test_it_exits_with_one_where_something_is_missing(
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["doctor", "--model", str(tmp_path), "--port", "0"]) == 1
     assert "there is no config.json in it" in capsys.readouterr().out
+
+
+def test_it_says_what_a_worker_would_refuse(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    settings = ServeSettings(model=(str(folder),))
+    assert found(settings)["checkpoint"].verdict is Verdict.GOOD
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, wanted in (
+        (whole[:-1], "truncated"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull`"),
+        (None, "neither model.safetensors nor"),
+    ):
+        weights.unlink(missing_ok=True)
+        if content is not None:
+            weights.write_bytes(content)
+        finding = found(settings)["checkpoint"]
+        assert (finding.verdict, wanted in finding.detail) == (Verdict.BAD, True)
+    assert found(ServeSettings(model=(str(folder),), load_format="random"))["checkpoint"].verdict is Verdict.GOOD
+    write_tiny_checkpoint(folder, rope_scaling={"type": "linear", "factor": 2.0})
+    finding = found(settings)["checkpoint"]
+    assert finding.verdict is Verdict.BAD
+    assert "config.json: rope_scaling.type" in finding.detail
+
+
+def test_a_checkpoint_of_the_hubs_that_is_half_here_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_checkpoint(tmp_path)
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr("octavo.cli.tools.doctor_model.check_model", lambda *_: folder)
+    info = type("Info", (), {"siblings": []})
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: info)
+    assert found(ServeSettings(model=("org/half",)))["hub"].verdict is Verdict.GOOD
 
 
 def test_it_asks_the_hub_and_looks_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

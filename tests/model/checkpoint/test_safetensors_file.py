@@ -60,6 +60,13 @@ def test_a_tensor_is_converted_to_the_dtype_of_its_destination(tmp_path: Path) -
     assert torch.equal(destination, TENSORS["c.weight"].bfloat16())
 
 
+def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n")
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors: .*`git lfs pull`$"):
+        SafetensorsFile(path)
+
+
 @pytest.mark.parametrize("length", range(len(GOOD)))
 def test_a_file_truncated_anywhere_is_refused_by_name(length: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^model\.safetensors: .*truncated") as caught:
