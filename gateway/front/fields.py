@@ -91,6 +91,8 @@ class GenerateBody(Body):
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options belongs to stream true", param="stream_options")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise _refused("seed", "is no 64-bit integer")
         if self.seed is not None:
             fields["seed"] = self.seed % 2**64  # they have signed ones
         if self.model:

@@ -17,7 +17,11 @@ TOKENS_TRAILER = "x-tokens-delivered"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 DETAILS_TRAILER = "grpc-status-details-bin"
 
-_MAX_MESSAGE = 400  # characters: trailers have to fit into 8 KiB of headers
+# Bytes: trailers have to fit into 8 KiB of headers, where the message may be three times as long (percent-encoded) and
+# details are a third longer (base64).
+_MAX_MESSAGE = 400
+_MAX_FIELD = 200
+_MAX_VIOLATIONS_BYTES = 3500
 _PATH = re.compile(r"(?:ipc|tcp)://[^\s,;)]+|(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -44,7 +48,12 @@ def public_message(error: Exception, row: ErrorRow) -> str:
     """The error's own words where it is ours, without file paths and socket names; a constant for everything else."""
     if row is INTERNAL:
         return "internal error; the server's log has it under this request id"
-    return _PATH.sub("<path>", str(error))[:_MAX_MESSAGE]
+    return _fitting(_PATH.sub("<path>", str(error)), _MAX_MESSAGE)
+
+
+def _fitting(text: str, max_bytes: int) -> str:
+    """Callers' words may be in it: half a surrogate pair, out of a JSON escape, could not be sent."""
+    return text[:max_bytes].encode(errors="backslashreplace")[:max_bytes].decode(errors="ignore")
 
 
 def status_of(error: Exception, scope: AnsweredRpc, *, pushback_ms: int) -> RpcStatus:
@@ -84,9 +93,13 @@ def _details(error: Exception, row: ErrorRow, scope: AnsweredRpc, pushback_ms: i
 
 
 def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
-    bad = error_details_pb2.BadRequest()
+    bad, num_bytes = error_details_pb2.BadRequest(), 0
     for violation in error.violations[:MAX_VIOLATIONS]:
-        bad.field_violations.add(field=violation.field[:200], description=violation.description[:200])
+        field, description = (_fitting(text, _MAX_FIELD) for text in (violation.field, violation.description))
+        num_bytes += len(field.encode()) + len(description.encode())
+        if num_bytes > _MAX_VIOLATIONS_BYTES:
+            break
+        bad.field_violations.add(field=field, description=description)
     return bad
 
 

@@ -45,7 +45,10 @@ _PATHS = (
     ("stop.", ""),
     ("output.", ""),
     ("num_outputs", "n"),
-    ("constraint.", "structured_outputs."),
+    ("constraint.json_schema", "structured_outputs.json"),
+    ("constraint.ebnf", "structured_outputs.grammar"),
+    ("constraint.choice.options", "structured_outputs.choice"),
+    ("constraint", "structured_outputs"),
 )
 
 
@@ -124,7 +127,9 @@ def _top_k(request: pb.GenerateRequest, value: Any) -> None:
 
 
 def _seed(request: pb.GenerateRequest, value: Any) -> None:
-    if _whole(value) != -1:  # vLLM's "draw one"
+    if not -(2**63) <= _whole(value) < 2**64:
+        raise _Unfit("is no 64-bit integer")
+    if value != -1:  # vLLM's "draw one"
         request.sampling.seed = value & _UINT64
 
 

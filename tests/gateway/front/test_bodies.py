@@ -129,6 +129,7 @@ def test_a_whole_surrogate_pair_is_text() -> None:
         ({"regex": "a", "guided_regex": "b"}, "guided_regex"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"temperature": 10**400}, "temperature"),
+        ({"seed": 2**64}, "seed"),
     ],
 )
 def test_fields_that_would_change_nothing_are_refused(body: dict[str, Any], param: str) -> None:

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from octavo.gateway.auth.authenticator import AccessList, Authenticator, KeyRing
 from octavo.gateway.config import Dialects
-from octavo.gateway.errors import QueueFull
+from octavo.gateway.errors import InvalidRequest, QueueFull, Violation
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.rpc.interceptor import RpcScope, StatusInterceptor
 from octavo.gateway.rpc.status import status_of
@@ -212,6 +212,17 @@ def test_messages_to_callers_name_no_paths() -> None:
         assert status.message == "failed at <path>, try 1/2 later"
         assert secret.encode() not in dict(status.trailers)["grpc-status-details-bin"]  # type: ignore[operator]
     assert len(status_of(QueueFull("x" * 10_000), scope, pushback_ms=5).message) == 400
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}", "\ud800"])
+def test_callers_words_fit_into_trailers_whatever_they_are(letter: str) -> None:
+    """Larger ones reach no caller: gRPC takes 8 KiB of headers. Half a surrogate pair could not be sent at all."""
+    violations = tuple(Violation(field=letter * 300, description=letter * 300) for _ in range(16))
+    status = status_of(InvalidRequest(violations), RpcScope(method="/s/m", request_id="r" * 128), pushback_ms=5)
+    sizes = [len(name) + 4 * len(value) // 3 + 32 for name, value in status.trailers]
+    assert sum(sizes) + 3 * len(status.message.encode()) < 8000
+    assert status.message
+    assert dict(status.trailers)["grpc-status-details-bin"]
 
 
 # ---------------------------------------------------------------- services of the libraries
