@@ -154,15 +154,18 @@ class LoadWatch:
         taken = self._last
         while taken is None or time.monotonic() - taken.taken_s >= SHARE_S or not taken.covers(request):
             if self._gathering is None:
-                self._gathering = asyncio.create_task(self._gather(control), name="gather the load")
-                self._gathering.add_done_callback(self._gathered)
+                self._gathering = asyncio.create_task(self._gathered(control), name="gather the load")
             taken = await asyncio.shield(self._gathering)
         return taken
 
-    def _gathered(self, task: "asyncio.Task[_Taken]") -> None:
-        self._gathering = None
-        if not task.cancelled() and task.exception() is None:
-            self._last = task.result()
+    async def _gathered(self, control: Control) -> _Taken:
+        """Gives up its place before it ends: to wait for what has ended takes no turn of the event loop, and who wants
+        more than it has would ask again for ever."""
+        try:
+            self._last = taken = await self._gather(control)
+            return taken
+        finally:
+            self._gathering = None
 
     async def _gather(self, control: Control) -> _Taken:
         max_requests = max((each.max_requests for each in self._watchers), default=0)

@@ -1,6 +1,7 @@
 """WatchLoad over a real channel: what a snapshot says, when it comes, and when the call ends."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -378,3 +379,34 @@ async def test_the_clients_give_typed_snapshots(serve: Any) -> None:
         async with AsyncClient(served.gateway.listen_address) as client:
             with pytest.raises(Unavailable):
                 await anext(client.watch_load())
+
+
+async def test_who_asks_for_more_just_when_others_have_been_answered_is_answered(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway stood still for ever then: it waited, again and again, for what had ended, which takes no turn of its
+    event loop. The alarm is a signal, since nothing else would run."""
+    gather, late = watch.LoadWatch._gather, list[asyncio.Task[Any]]()
+
+    async def gathered(self: watch.LoadWatch, control: Any) -> Any:
+        taken = await gather(self, control)
+        if not late:  # its first turn comes before those of the callbacks of what ends here
+            more = self.snapshots(control, load.WatchLoadRequest(max_requests=10))
+            late.append(asyncio.create_task(anext(more)))  # type: ignore[arg-type]
+        return taken
+
+    monkeypatch.setattr(watch.LoadWatch, "_gather", gathered)
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError("the event loop stands still")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    try:
+        async with serve(FakePool()) as served:
+            await snapshot(served)
+            (answered,) = await asyncio.gather(*late)
+            assert answered.gateway == "gateway"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
