@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +22,7 @@ from octavo.cli.client.receipt import receipt_table
 from octavo.cli.errors import CliError
 from octavo.cli.serve.launch import READY_FILE, command_line, environment, write_settings
 from octavo.cli.serve.ports import free_port
-from octavo.cli.serve.readiness import Samples, read_metrics
+from octavo.cli.serve.readiness import IMPATIENT, Samples, read_metrics
 from octavo.cli.settings.groups import ServeSettings
 from octavo.wire.run_dir import folder_of_sockets
 
@@ -28,6 +32,8 @@ NUM_BLOCKS = 1024  # enough for three questions; the default would take most of 
 NUM_THREADS = 1  # on a busy machine, two threads that wait for each other made a step of this model ten times longer
 STOP_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
+FILE_PATIENCE_S = 3.0  # for the file that says ready, once the service says so itself
+HEALTH_TIMEOUT_S = 2.0
 HOST = "127.0.0.1"
 OPEN_DOOR = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": None, "api_keys_file": None}
 
@@ -139,7 +145,7 @@ def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
         file = write_settings(settings.model_dump() | {"run_dir": run_dir}, made / "serve.toml")
         process = subprocess.Popen(command_line("serve", file), env=environment(), start_new_session=True)
         try:
-            _wait_until_ready(process, run_dir / READY_FILE, settings.startup_timeout_s)
+            _wait_until_ready(process, run_dir / READY_FILE, settings)
             yield process
         finally:
             _stop(process)
@@ -155,15 +161,36 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], ready_file: Path, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not ready_file.exists():
-        if process.poll() is not None:
-            numbers = f"`octavo serve` ended with exit code {process.returncode}"
-            raise CliError("the service did not start", numbers, "its own lines above say why")
-        if time.monotonic() > deadline_s:
-            raise CliError("the service is not ready", f"after {timeout_s:g} s", "give a longer --startup-timeout-s")
-        time.sleep(READY_POLL_S)
+def _wait_until_ready(process: subprocess.Popen[bytes], ready_file: Path, settings: ServeSettings) -> None:
+    """The file comes last. Where it cannot be written (a full disk), the service goes on without it."""
+    started_s, serving_s = time.monotonic(), None
+    with grpc.insecure_channel(f"{HOST}:{settings.port}", options=IMPATIENT) as channel:
+        asking = _is_serving(channel)
+        while not ready_file.exists():
+            now_s = time.monotonic()
+            if process.poll() is not None:
+                numbers = f"`octavo serve` ended with exit code {process.returncode}"
+                raise CliError("the service did not start", numbers, "its own lines above say why")
+            if asking.done():
+                serving_s = (serving_s or now_s) if _serves(asking) else None
+                asking = _is_serving(channel)
+            if serving_s is not None and now_s - serving_s > FILE_PATIENCE_S:
+                return
+            if now_s - started_s > settings.startup_timeout_s:
+                numbers = f"after {settings.startup_timeout_s:g} s"
+                raise CliError("the service is not ready", numbers, "give a longer --startup-timeout-s")
+            time.sleep(READY_POLL_S)
+
+
+def _is_serving(channel: grpc.Channel) -> "grpc.Future[HealthCheckResponse]":
+    """Whether requests are taken for all its models."""
+    request = HealthCheckRequest(service="octavo.v1.InferenceService")
+    asked = HealthStub(channel).Check.future(request, timeout=HEALTH_TIMEOUT_S)
+    return cast("grpc.Future[HealthCheckResponse]", asked)
+
+
+def _serves(asked: "grpc.Future[HealthCheckResponse]") -> bool:
+    return asked.exception() is None and asked.result().status == HealthCheckResponse.SERVING
 
 
 def _ask(client: Client, question: str, console: Console) -> None:

@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 from octavo import Client
+from octavo.cli.errors import CliError
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools import tour
 from tests.support.services.service import STOP_TIMEOUT_S, environment, free_port, stop_by_force
 
 START_TIMEOUT_S = 60.0
@@ -114,3 +117,19 @@ def test_a_limit_of_processes_that_is_too_low_is_told_before_anything_starts(
         assert process.wait(START_TIMEOUT_S) == 1
     assert said(tmp_path).splitlines()[0] == "error: too few threads and processes are allowed"
     assert len(said(tmp_path).splitlines()) == 3
+
+
+def test_the_tour_needs_no_file_that_says_ready(
+    tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tour, "FILE_PATIENCE_S", 0.2)
+    port = free_port()
+    with started(tmp_path, port=port, variables=variables) as process:
+        settings = ServeSettings(port=port, startup_timeout_s=START_TIMEOUT_S)
+        tour._wait_until_ready(process, tmp_path / "never written", settings)
+        with Client(f"127.0.0.1:{port}") as client:
+            assert client.complete(text="hello", max_tokens=3, timeout_s=30.0).text
+        process.terminate()
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        with pytest.raises(CliError, match="ended with exit code 0"):
+            tour._wait_until_ready(process, tmp_path / "never written", settings)
