@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,14 +18,16 @@ import grpc
 
 from octavo.cli.errors import nearest
 from octavo.cli.serve.autoscale import AutoscalePolicy, Course, demand_of, steer
-from octavo.cli.serve.launch import Role
+from octavo.cli.serve.launch import ProcessPlan, Role, with_threads, write_settings
 from octavo.cli.serve.service import Kept, Notice, Service, Stage
+from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import name_of_model
 from octavo.client.options import NO_PROXY
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.validation.fields import check
 from octavo.v1 import admin_pb2 as pb
 from octavo.v1 import admin_pb2_grpc, load_pb2, load_pb2_grpc
+from octavo.wire.host import usable_cores
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SHUTDOWN_S = 0.5
@@ -43,18 +45,38 @@ class NoSuchModel(CannotScale):
     """The service has no model of that name."""
 
 
+Divide: TypeAlias = Callable[[ProcessPlan, int], bool]
+
+
+def dividing(settings: ServeSettings) -> Divide:
+    """Of the workers of a model that share this host's cores: writes the settings of one for so many of them, which it
+    reads at its next start, and says whether they are others then."""
+
+    def divide(plan: ProcessPlan, num_workers: int) -> bool:
+        number = with_threads(settings.model_copy(update={"workers": num_workers}), usable_cores()).num_threads
+        if plan.settings["num_threads"] == number:
+            return False
+        plan.settings["num_threads"] = number
+        write_settings(plan.settings, Path(plan.settings["run_dir"]) / f"{plan.name}.toml")
+        return True
+
+    return divide
+
+
 class Fleet:
     """The workers of one service, and its gateways on other hosts. make(number, model as --model names it): a new
-    worker. make_gateway(number): a new gateway there; None where the service has none. room(workers in all, gateways on
-    other hosts): why there is none for so many, None where there is; it is asked in a thread, since it may count GPUs,
-    or ask a cluster. reserved: why nobody but the service itself may choose the number of workers, None where anybody
-    may."""
+    worker. divide: see `dividing`; None where a worker's settings do not depend on the number of them.
+    make_gateway(number): a new gateway on another host; None where the service has none. room(workers in all, gateways
+    on other hosts): why there is none for so many, None where there is; it is asked in a thread, since it may count
+    GPUs, or ask a cluster. reserved: why nobody but the service itself may choose the number of workers, None where
+    anybody may."""
 
     def __init__(
         self,
         service: Service,
         *,
         make: Callable[[int, str], Kept],
+        divide: Divide | None = None,
         make_gateway: Callable[[int], Kept] | None = None,
         room: Callable[[int, int], str | None] = lambda num_workers, num_gateways: None,
         reserved: str | None = None,
@@ -62,6 +84,7 @@ class Fleet:
     ) -> None:
         self._service = service
         self._make = make
+        self._divide = divide
         self._make_gateway = make_gateway
         self._room = room
         self._reserved = reserved
@@ -95,8 +118,21 @@ class Fleet:
             own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
             before, model = len(own), own[0].plan.model
             self._tell(name, "workers", before, num_workers, because)
-            self._change(own, num_workers, "worker", lambda number: self._make(number, model))
+            self._change(own, num_workers, "worker", lambda number: self._made(number, model, num_workers))
+            if self._share_out(own[:num_workers], num_workers):
+                self._notice(f"{name}: workers that run keep their threads; one that is started anew has its new share")
             return name, before
+
+    def _made(self, number: int, model: str, num_workers: int) -> Kept:
+        kept = self._make(number, model)
+        self._share_out([kept], num_workers)
+        return kept
+
+    def _share_out(self, workers: Sequence[Kept], num_workers: int) -> bool:
+        """Whether any of them has another share at its next start."""
+        if self._divide is None:
+            return False
+        return sum(self._divide(each.plan, num_workers) for each in workers) > 0
 
     async def ask_gateways(self, num_gateways: int) -> int:
         """Have so many gateways on other hosts, as an operator asks; how many there were to be before. Raises

@@ -88,7 +88,7 @@ def serve(settings: ServeSettings) -> int:
         settings.gateways is None and not settings.cluster and not settings.control_endpoint
     ):  # who else names each of ours
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=on_gpu)
-    if not on_gpu and settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+    if divides_threads := not on_gpu and settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
         settings = with_threads(settings, usable_cores())
     require_threads(threads_of_service(settings, on_gpu=on_gpu))
     if not settings.registration_token:  # only workers that were started here may register
@@ -121,6 +121,7 @@ def serve(settings: ServeSettings) -> int:
             address=address,
             site=site,
             gateways_why=gateways_why,
+            divides_threads=divides_threads,
         )
         return asyncio.run(_serve(layout))
 
@@ -199,6 +200,7 @@ class _Layout:
     address: str
     site: Site
     gateways_why: str
+    divides_threads: bool
 
 
 def local_child(plan: ProcessPlan, on_line: OnLine) -> Child:
@@ -241,13 +243,14 @@ async def _serve(layout: _Layout) -> int:
     running = loop.create_task(service.run())
     for _ in range(TURNS_TO_BEGIN):
         await asyncio.sleep(0)
-    from octavo.cli.serve.fleet import Fleet, listening  # while workers import what takes them longest
+    from octavo.cli.serve.fleet import Fleet, dividing, listening  # while workers import what takes them longest
 
     policy = _policy(settings)
     fleet = Fleet(
         service,
         reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
         make=lambda n, model: kept(_later_worker(layout, n, model)),
+        divide=dividing(settings) if layout.divides_threads else None,
         make_gateway=later_gateway if settings.cluster_gateways else None,
         room=site.room,
         notice=notice,

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from octavo import Client
 from octavo.cli.serve import fleet
 from octavo.cli.serve.autoscale import AutoscalePolicy
 from octavo.cli.serve.children import Child
-from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel, follow_load
+from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel, dividing, follow_load
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
 from octavo.cli.serve.service import Kept, Service, keep
 from octavo.cli.serve.supervisor import RestartPolicy
+from octavo.cli.settings.groups import ServeSettings
 from octavo.v1 import admin_pb2, admin_pb2_grpc, load_pb2, load_pb2_grpc
 from tests.support.services.service import Service as Running
 from tests.support.services.service import environment as clean_environment
@@ -103,6 +105,39 @@ async def test_workers_come_and_go_by_their_model_and_numbers_are_used_again() -
     rig.service.on_signal()
     assert await running == 0
     assert rig.running() == []
+
+
+async def test_workers_get_their_share_of_the_cores_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "usable_cores", lambda: 8)
+    rig = Rig()
+    for each in rig.service.processes:
+        each.plan.settings.update(run_dir=str(tmp_path), num_threads=4)
+    make = rig.fleet._make
+
+    def made(number: int, model: str) -> Kept:
+        kept = make(number, model)
+        kept.plan.settings.update(run_dir=str(tmp_path), num_threads=4)
+        return kept
+
+    rig.fleet._make, rig.fleet._divide = made, dividing(ServeSettings(workers=2, model=("a", "x=b")))
+    running = asyncio.create_task(rig.service.run())
+    await until(lambda: rig.num_starts() == 4)
+
+    def threads() -> dict[str, int | None]:
+        """As each worker reads them when it is started next."""
+        files = {file.stem: tomllib.loads(file.read_text()) for file in tmp_path.glob("*.toml")}
+        return {name: settings.get("num_threads") for name, settings in sorted(files.items())}
+
+    await rig.fleet.ask("a", 2)
+    assert threads() == {}
+    await rig.fleet.ask("a", 4)
+    assert threads() == {"worker-0": 2, "worker-1": 2, "worker-3": 2, "worker-4": 2}
+    await rig.fleet.ask("a", 1)
+    assert threads()["worker-0"] is None  # all of them
+    kept = "a: workers that run keep their threads; one that is started anew has its new share"
+    assert rig.notices.count(kept) == 2
+    rig.service.on_signal()
+    assert await running == 0
 
 
 async def test_gateways_of_other_hosts_come_and_go_beside_the_workers() -> None:
