@@ -121,6 +121,14 @@ def test_a_mistake_that_would_change_nothing_is_not_found_in_rounding(tmp_path: 
     assert red(compare(folder)) == {HALF: set(), WIDE: set()}
 
 
+def test_a_long_context_of_few_keys_is_not_taken_for_a_mistake(tmp_path: Path) -> None:
+    """In float32, 80,000 times the same terms: each sum is rounded to the same side."""
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 2048, "beta_fast": 2}
+    heads = {"hidden_size": 90, "num_attention_heads": 15, "num_key_value_heads": 3, "num_hidden_layers": 1}
+    folder = write_tiny_checkpoint(tmp_path, rope_theta=1e6, rope_scaling=yarn, max_position_embeddings=2048, **heads)
+    assert red(compare(folder)) == {HALF: set(), WIDE: set()}
+
+
 @pytest.mark.parametrize("changes", [{"layer_types": ["full_attention"] * 3}, {"text_config": {"a": 1}}])
 def test_what_transformers_does_not_load_is_said_in_a_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = write_tiny_checkpoint(tmp_path, **changes)
