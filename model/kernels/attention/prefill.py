@@ -37,8 +37,11 @@ class PrefillTiles:
     stages: int = 3
 
     @classmethod
-    def of(cls, head_dim: int) -> "PrefillTiles":
-        """What an H100 runs fastest of this kernel (bench/RESULTS.md); of the widest heads, what it has memory for."""
+    def of(cls, head_dim: int, number_bytes: int = 2) -> "PrefillTiles":
+        """What an H100 runs fastest of this kernel (bench/RESULTS.md); of the widest heads, and of float32, what a
+        device has memory for. number_bytes: of a query."""
+        if number_bytes > 2:
+            return cls(keys=32, warps=4) if head_dim <= 64 else cls(keys=16, warps=8, stages=2)
         return cls(keys=64 if head_dim <= 128 else 32, warps=8) if head_dim > 64 else cls(keys=128, warps=4)
 
 
@@ -174,7 +177,7 @@ def prefill_attention(
         return
     if prefill_hopper.attend(q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, scale * LOG2_E):
         return
-    tiles = PrefillTiles.of(H)
+    tiles = PrefillTiles.of(H, q_TNH.element_size())
     _prefill_attention_kernel[(N, len(tiles_W4))](
         q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, table_RM.shape[1], scale * LOG2_E,
         N=N, K=K, H=H, S=S, QUERIES=QUERY_TILE, KEYS=tiles.keys, STAGES=tiles.stages,

@@ -201,9 +201,10 @@ def start(
     weights: WeightFormat = WeightFormat.BF16,
     kv_dtype: torch.dtype | None = None,
     deterministic: Deterministic = Deterministic.OFF,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> set[tuple[str, str]]:
     """A start, as worker/runners/cuda/loading.py makes one; returns the kernels of its first part."""
-    model = CausalLM(ModelConfig.from_dict(shape), dtype=torch.bfloat16, device="cpu")
+    model = CausalLM(ModelConfig.from_dict(shape), dtype=dtype, device="cpu")
     config = CudaRunnerConfig(
         num_blocks=1, block_size=BLOCK_SIZE, max_slots=256, max_model_len=4000, vocab_size=2000, max_batch_tokens=4096,
         autotune=Autotune.MEASURED, deterministic=deterministic, kv_dtype=kv_dtype,

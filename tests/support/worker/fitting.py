@@ -13,15 +13,19 @@ from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from octavo.model.kernels.small_batch.launch import MAX_WARPS
-from tests.support.worker.compiled import CASES, HEADS_OF_64, pretend, start
+from tests.support.worker.compiled import CASES, HEADS_OF_64, HEADS_OF_128, pretend, start
 
-SHAPES = {
-    "short rows": HEADS_OF_64 | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
-    "heads of 256": HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 4},
+SHORT_ROWS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+OTHER_CASES: dict[str, dict[str, Any]] = {
+    "short rows": {"shape": HEADS_OF_64 | SHORT_ROWS},
+    "heads of 256": {"shape": HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 4}},
+    "float32": {"dtype": torch.float32},
+    "float32, heads of 128": {"dtype": torch.float32, "shape": HEADS_OF_128},
 }
 """Beside compiled.py's cases."""
 
@@ -64,7 +68,7 @@ def main() -> None:
     capability = int(major), int(minor)
     shared_bytes = SHARED_BYTES[capability]
     np.random.seed(0)
-    case: dict[str, Any] = {"shape": SHAPES[sys.argv[2]]} if sys.argv[2] in SHAPES else CASES[sys.argv[2]]
+    case = (CASES | OTHER_CASES)[sys.argv[2]]
     start(pretend(launches, capability=capability, shared_bytes=shared_bytes), **case)
     num_kernels = len(launches.kernels)
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:

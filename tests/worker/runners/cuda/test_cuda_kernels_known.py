@@ -36,6 +36,8 @@ def test_no_kernel_is_compiled_late(case: str, tmp_path) -> None:
     [
         ("8.6", "heads of 64"),
         ("8.6", "deterministic"),
+        ("8.6", "float32"),
+        ("8.6", "float32, heads of 128"),
         ("8.9", "fp8 weights"),
         ("9.0", "short rows"),
         ("9.0", "heads of 256"),
