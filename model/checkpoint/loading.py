@@ -131,8 +131,10 @@ def check_tensors(shards: Shards, shapes: dict[str, tuple[int, ...]]) -> None:
             dtypes = ", ".join(packed_dtype(name, TORCH_DTYPES))
             problems.append(f"{file.path.name}: {name}: is {entry.dtype}, should be one of {dtypes}")
     if problems:
-        what = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
-        raise CheckpointError(f"{what} not fit config.json:", tuple(sorted(problems)))
+        what = f"{len(problems)} tensors do not fit config.json:"
+        if len(problems) == 1:
+            what = "one tensor does not fit config.json:"
+        raise CheckpointError(what, tuple(sorted(problems)))
 
 
 def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
