@@ -76,6 +76,13 @@ class ModelConfig:
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
+    def context_len(self) -> int:
+        """Positions that the model was made for, YaRN included."""
+        if self.yarn is None:
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(self.yarn.original_max_position_embeddings * self.yarn.factor))
+
+    @property
     def attended_share(self) -> float:
         """Of a token's operations, those for each token that it attends to."""
         queries, both = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
@@ -101,16 +108,11 @@ class ModelConfig:
         head_dim = default_head_dim(fields, family, hidden_size, heads)
         max_positions = fields.positive_int("max_position_embeddings", 32768, most=MOST_POSITIONS)
         rope = parse_rope(fields, max_positions)
-        num_layers = fields.positive_int("num_hidden_layers", most=MOST_LAYERS)
-        longest = max_positions
-        if rope.yarn is not None:
-            longest = max(longest, int(rope.yarn.original_max_position_embeddings * rope.yarn.factor))
-        refuse_sliding_layers(fields, num_layers=num_layers, context_len=longest)
-        return cls(
+        config = cls(
             vocab_size=fields.positive_int("vocab_size", most=MOST_WIDTH << 4),
             hidden_size=hidden_size,
             intermediate_size=fields.positive_int("intermediate_size", most=MOST_WIDTH),
-            num_hidden_layers=num_layers,
+            num_hidden_layers=fields.positive_int("num_hidden_layers", most=MOST_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=fields.positive_int("num_key_value_heads", heads, most=MOST_HEADS),
             head_dim=fields.positive_int("head_dim", head_dim, most=MOST_HEADS),
@@ -124,6 +126,8 @@ class ModelConfig:
             quantization=parse_quantization(fields),
             family=family,
         )
+        refuse_sliding_layers(fields, config)
+        return config
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -180,17 +184,17 @@ def refuse_what_is_not_supported(fields: ConfigFields, family: Family) -> None:
         raise ConfigError("is_causal", "false is not supported: a token sees those before it and none behind")
 
 
-def refuse_sliding_layers(fields: ConfigFields, *, num_layers: int, context_len: int) -> None:
+def refuse_sliding_layers(fields: ConfigFields, config: ModelConfig) -> None:
     """Layers that see less than the whole context: those that layer_types names, else the ones from max_window_layers
     on. A window as long as the context leaves nothing out. Raises ConfigError."""
     slides = fields.boolean("use_sliding_window", False)
     window = None if fields.is_null("sliding_window") else fields.positive_int("sliding_window", DEFAULT_WINDOW)
-    is_narrow = window is not None and window < context_len
+    is_narrow = window is not None and window < config.context_len
     if fields.has("layer_types"):
         kinds = fields.value("layer_types")
         if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
             raise ConfigError("layer_types", f"only {FULL!r} layers are supported")
         if SLIDING in kinds and (is_narrow or not slides):
             raise ConfigError("layer_types", f"only {FULL!r} layers are supported, and {SLIDING!r} is among them")
-    elif slides and is_narrow and fields.count("max_window_layers", DEFAULT_FULL_LAYERS) < num_layers:
+    elif slides and is_narrow and fields.count("max_window_layers", DEFAULT_FULL_LAYERS) < config.num_hidden_layers:
         raise ConfigError("use_sliding_window", "sliding-window attention is not supported, only full attention")

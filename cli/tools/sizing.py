@@ -84,8 +84,8 @@ def size(model: str, asked: Asked) -> Sized:
     from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds, activation_bytes, size_pool, weights_bytes
 
     name, config = _config_of(model)
-    if asked.context > config.max_position_embeddings:
-        numbers = f"--context is {asked.context:,}, and {name} has {config.max_position_embeddings:,} positions"
+    if asked.context > config.context_len:
+        numbers = f"--context is {asked.context:,}, and {name} has {config.context_len:,} positions"
         raise usage("the context is longer than the model's", numbers, "give a smaller --context")
     plain = CausalLM(config, dtype=torch.bfloat16, device="meta")
     taken = weights_bytes(plain)

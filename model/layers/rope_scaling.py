@@ -12,6 +12,7 @@ from octavo.model.errors import ConfigError
 DEFAULT_THETA = 10_000.0
 """What transformers takes for qwen2 where a config has no rope_theta."""
 
+MOST_FACTOR = 1 << 24
 LEAST_BETA, MOST_BETA = 1e-6, 1e6
 """Of YaRN's rotations; published models have 1 and 32."""
 
@@ -98,8 +99,9 @@ def parse_yarn(rope: ConfigFields, original_max_position_embeddings: int) -> Yar
     if not rope.boolean("truncate", True):
         raise ConfigError(rope.path("truncate"), "false is not supported")
     factor = rope.positive_float("factor")
-    if factor < 1:
-        raise ConfigError(rope.path("factor"), f"must be at least 1, is {factor}")
+    if not 1 <= factor <= MOST_FACTOR:
+        bound = "at least 1" if factor < 1 else f"at most {MOST_FACTOR}"
+        raise ConfigError(rope.path("factor"), f"must be {bound}, is {factor}")
     yarn = YarnScaling(
         factor=factor,
         original_max_position_embeddings=rope.positive_int(

@@ -15,7 +15,6 @@ import torch
 from octavo.model.attention.interface import BACKENDS, get_backend
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.checkpoint.loading import load_model
-from octavo.model.config import ModelConfig
 from octavo.model.dtypes import parse_dtype
 from octavo.model.numerics import NumericFinding, watch_numerics
 from octavo.model.verify.checks import (
@@ -66,7 +65,7 @@ def verify_checkpoint(
         model,
         load_transformers(folder, model.dtype),
         make_prompts(folder, model.config, num_prompts),
-        context_len or extended_context_len(model.config),
+        context_len or model.config.context_len,
     )
     with torch.inference_mode():
         rows = compare_rope(comparison)
@@ -75,12 +74,6 @@ def verify_checkpoint(
             rows += compare_logits(comparison, backend)
             rows += compare_greedy(comparison, backend, max_new_tokens)
     return VerifyReport(rows=tuple(rows))
-
-
-def extended_context_len(config: ModelConfig) -> int:
-    """Positions of the model, YaRN included."""
-    yarn, positions = config.yarn, config.max_position_embeddings
-    return positions if yarn is None else max(positions, int(yarn.original_max_position_embeddings * yarn.factor))
 
 
 def find_numeric_fault(

@@ -74,6 +74,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rope_scaling.beta_fast", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0.5}}, "is below beta_slow"),
     ("rope_scaling.fator", {"rope_scaling": {"type": "yarn", "factor": 4, "fator": 1}}, "is not a known field"),
     ("rope_scaling.mscale", {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0}}, "is not supported"),
+    ("rope_scaling.factor", {"rope_scaling": {"type": "yarn", "factor": 1e308}}, "must be at most"),
     ("rope_scaling.beta_fast", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1e308}}, "must be from"),
     ("rope_scaling.beta_slow", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": 5e-324}}, "must be from"),
     ("rope_theta", {"rope_theta": 1e-300}, "must be at least 1"),

@@ -10,10 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from octavo.cli.app import app
+from octavo.cli.errors import CliError
 from octavo.cli.tools.sizing import GIB, PUBLISHED, Asked, size
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.worker.loading.memory import weights_bytes
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/sizing.md"
 TABLES = re.findall(r"<!-- made by: octavo (.*?) -->\n((?:\|.*\n)+)", PAGE.read_text())
@@ -84,6 +86,14 @@ def test_a_checkpoint_on_this_machine_is_sized_too() -> None:
     (found,) = json.loads(printed("sizing", "folio-chat", "--context", "512", "--memory", "1", "--json"))
     assert found["model"] == "folio-chat"
     assert found["streams"]["1.0"] > 100
+
+
+def test_a_context_may_be_as_long_as_yarn_extends_it(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    folder = str(write_tiny_checkpoint(tmp_path, rope_scaling=yarn))
+    assert size(folder, Asked(context=2048, memory_gib=(1.0,))).streams[1.0] > 0
+    with pytest.raises(CliError, match="has 2,048 positions"):
+        size(folder, Asked(context=2049, memory_gib=(1.0,)))
 
 
 @pytest.mark.parametrize(
