@@ -6,12 +6,25 @@ Where the lines go is the caller's choice. Prompts and outputs are never logged,
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import structlog
 
 LOG_FORMATS = ("auto", "console", "json")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class _StderrLogger:
+    """Writes at once. What cannot be written is lost: a full disk or a reader that went away must end no process."""
+
+    def msg(self, line: str) -> None:
+        """Never raises."""
+        with suppress(OSError, ValueError):
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+
+    debug = info = warning = error = critical = exception = log = msg
 
 
 def configure_logs(log_format: str, log_level: str, logger_factory: Callable[..., Any] | None = None) -> None:
@@ -35,5 +48,5 @@ def configure_logs(log_format: str, log_level: str, logger_factory: Callable[...
             *rendering,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[log_level]),
-        logger_factory=logger_factory or structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=logger_factory or (lambda *_: _StderrLogger()),
     )

@@ -5,7 +5,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ from octavo.cli.serve.preflight import (
 )
 from octavo.cli.serve.record import Listing, record_of
 from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
-from octavo.cli.serve.startup import LineStyle, StartupView
+from octavo.cli.serve.startup import LineStyle, StartupView, stderr_in_a_thread
 from octavo.cli.serve.summary import show_summary
 from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.cli.settings.addresses import join_address, reachable
@@ -123,7 +123,7 @@ def serve(settings: ServeSettings) -> int:
             gateways_why=gateways_why,
             divides_threads=divides_threads,
         )
-        return asyncio.run(_serve(layout))
+        return asyncio.run(_serve(layout, stack.enter_context(stderr_in_a_thread())))
 
 
 def _policy(settings: ServeSettings) -> "AutoscalePolicy | None":
@@ -209,11 +209,12 @@ def local_child(plan: ProcessPlan, on_line: OnLine) -> Child:
     return Child(plan.name, command_line(plan.role.value, file), environment() | dict(plan.variables), on_line)
 
 
-async def _serve(layout: _Layout) -> int:
+async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
     started_s = time.monotonic()
     settings, site = layout.settings, layout.site
     console = Console(stderr=True)
-    view = StartupView(layout.plans, console=console, level=settings.log_level, style=_line_style(settings, console))
+    style = LineStyle.of(settings.log_format, console)
+    view = StartupView(layout.plans, console=console, level=settings.log_level, style=style, write=write)
     notice = view.notice
 
     def kept(plan: ProcessPlan) -> Kept:
@@ -392,9 +393,3 @@ def _on_signal(service: Service, notice: Notice) -> None:
         notice("draining: requests in flight finish, new ones are refused; once more stops at once")
     else:
         notice("stopping")
-
-
-def _line_style(settings: ServeSettings, console: Console) -> LineStyle:
-    if settings.log_format == "auto":
-        return LineStyle.PEOPLE if console.is_terminal else LineStyle.PROGRAMS
-    return LineStyle.PROGRAMS if settings.log_format == "json" else LineStyle.PEOPLE

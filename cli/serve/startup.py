@@ -6,11 +6,12 @@ Fed with the lines that the processes write; must not know how they are started.
 import asyncio
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +20,7 @@ from octavo.cli.errors import CliError
 from octavo.cli.progress import Bars, PlainSteps, Step
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import CANNOT_START
+from octavo.gateway.observability.logs import LogWriter
 
 SUPERVISOR = "supervisor"
 POLL_S = 0.1
@@ -74,6 +76,33 @@ class LineStyle(Enum):
     PEOPLE = "people"
     PROGRAMS = "programs"
 
+    @classmethod
+    def of(cls, log_format: str, console: Console) -> "LineStyle":
+        """auto looks whether the console is a terminal."""
+        if log_format == "auto":
+            return cls.PEOPLE if console.is_terminal else cls.PROGRAMS
+        return cls.PROGRAMS if log_format == "json" else cls.PEOPLE
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def stderr_in_a_thread() -> Iterator[Callable[[str], object]]:
+    """Takes lines without waiting for who reads them: one that has stopped (Ctrl-S, a pager) must stop neither the
+    supervisor nor, by their pipes, its processes. A file of its own, since who waits in sys.stderr locks it."""
+    try:
+        stream: TextIO = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding=sys.stderr.encoding, errors="replace")
+    except (OSError, ValueError):  # in place of it there is something that is no file
+        stream = sys.stderr
+    writer = LogWriter(stream)
+    try:
+        yield writer.msg
+    finally:
+        writer.close()
+
 
 class StartupView:
     """Shows where each process stands until the service is ready; after that its lines as they come.
@@ -82,10 +111,20 @@ class StartupView:
     format json, or no terminal) lines pass through unchanged; for people without a terminal what is counted is told in
     plain lines, one every two seconds. loaded: what each worker said of its model, by worker. page: address of the live
     page, as its gateway said; None for none. open: processes that listen, and the workers that each has met. refused:
-    why a process could not start, in its own words; before the service is ready that ends it, and is told then.
+    why a process could not start, in its own words; before the service is ready that ends it, and is told then. write:
+    takes a line where there are no bars; unset: it is written at once.
     """
 
-    def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, level: str, style: LineStyle) -> None:
+    def __init__(
+        self,
+        plans: Sequence[ProcessPlan],
+        *,
+        console: Console,
+        level: str,
+        style: LineStyle,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        self._write = write
         self.loaded: dict[str, dict[str, Any]] = {}
         self.open: dict[str, set[str]] = {}
         self.refused: dict[str, CliError] = {}
@@ -137,10 +176,13 @@ class StartupView:
         # A full disk or a reader that went away must not stop the processes, which would block on their own pipes.
         with contextlib.suppress(OSError):
             if self._style is LineStyle.PROGRAMS:
-                sys.stderr.write(raw + "\n")
-                sys.stderr.flush()
-            else:
+                (self._write or _to_stderr)(raw)
+            elif self._bars is not None or self._write is None:
                 self._console.print(render_line(name, line), soft_wrap=True)
+            else:
+                with self._console.capture() as shown:
+                    self._console.print(render_line(name, line), soft_wrap=True, end="")
+                self._write(shown.get())
 
     def _show_step(self, name: str, step: Step, line: LogLine) -> None:
         text = self._steps.line(name, step)

@@ -90,6 +90,16 @@ def test_a_terminal_gets_bars_that_follow_the_lines_and_then_the_lines_themselve
     assert shown.count("loaded") == 1
 
 
+def test_what_is_for_people_goes_where_lines_are_taken_once_there_are_no_bars() -> None:
+    lines: list[str] = []
+    console = Console(file=io.StringIO(), width=60)
+    view = StartupView(PLANS, console=console, level="info", style=LineStyle.PEOPLE, write=lines.append)
+    view.notice("word " * 30)
+    view.on_line("worker-0", RAW)
+    assert lines[0].count("word") == 30
+    assert lines[1] == render_line("worker-0", parse_line(RAW)).plain
+
+
 def row_of(view: StartupView, *, width: int = 120) -> str:
     """The worker's row as it stands now."""
     assert view._bars is not None

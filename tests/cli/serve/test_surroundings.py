@@ -1,5 +1,6 @@
 """`octavo serve` in surroundings that no developer has: it serves, or says in one sentence why not."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -133,3 +134,24 @@ def test_the_tour_needs_no_file_that_says_ready(
         assert process.wait(STOP_TIMEOUT_S) == 0
         with pytest.raises(CliError, match="ended with exit code 0"):
             tour._wait_until_ready(process, tmp_path / "never written", settings)
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux sets how much a pipe holds")
+def test_a_reader_of_the_log_that_has_stopped_stops_nothing(tmp_path: Path, variables: dict[str, str]) -> None:
+    port = free_port()
+    command = [*OCTAVO, "serve", f"--port={port}", *SMALL, "--log-level=debug"]
+    unread, log = os.pipe()
+    fcntl.fcntl(log, fcntl.F_SETPIPE_SZ, 4096)
+    with (tmp_path / "log").open("wb") as output:
+        process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=log)
+    os.close(log)
+    try:
+        wait_until_ready(process, tmp_path)
+        with Client(f"127.0.0.1:{port}") as client:
+            for _ in range(50):
+                assert client.complete(text="hello", max_tokens=3, timeout_s=30.0).text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+    finally:
+        stop_by_force(process)
+        os.close(unread)

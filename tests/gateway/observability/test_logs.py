@@ -47,3 +47,14 @@ def test_a_traceback_tells_no_values(process: str, log_format: str, tmp_path: Pa
     assert "RuntimeError: a defect" in written
     assert "handler" in written
     assert [word for word in ("the-prompt", "the-key") if word in written] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
+@pytest.mark.parametrize("process", ["gateway", "worker"])
+@pytest.mark.parametrize("end", ["2>/dev/full", "2>&1 >/dev/null | true"])
+def test_a_log_that_cannot_be_written_ends_no_process(process: str, end: str, tmp_path: Path) -> None:
+    program, done = tmp_path / "program.py", tmp_path / "done"
+    wait, goes_on = "import time; time.sleep(0.5)\n", f"open({str(done)!r}, 'w').close()\n"
+    program.write_text("import sys\n" + (GATEWAY if process == "gateway" else WORKER) + wait + DEFECT + goes_on)
+    subprocess.run(["sh", "-c", f'"$0" "$1" json {end}', sys.executable, str(program)], timeout=60, check=False)
+    assert done.exists()
