@@ -58,7 +58,9 @@ def translate(request: oip.ModelInferRequest) -> Asked:
         raise InvalidRequest.of("id", "must be printable ASCII")
     inputs = scalar_inputs(request, INPUTS)
     parameters = {name: _value_of(name, each) for name, each in request.parameters.items()}
-    wants_empty_final = bool(parameters.pop(EMPTY_FINAL, False))
+    wants_empty_final = parameters.pop(EMPTY_FINAL, False)
+    if not isinstance(wants_empty_final, bool):
+        raise InvalidRequest.of(f"parameters.{EMPTY_FINAL}", "must be true or false")
     timeout_s = _timeout_s(parameters.pop(_TIMEOUT, None))
     outputs = _outputs(request, inputs)
     prompt = _text(inputs, TEXT_INPUT)

@@ -76,6 +76,10 @@ def with_parameter(name: str, **value: Any) -> Any:
         (with_parameter("priority", uint64_param=3), "sampling_parameters.priority"),
         (with_parameter("timeout", int64_param=-3), "parameters.timeout"),
         (with_parameter("top_p"), "parameters.top_p"),
+        (
+            with_parameter("triton_enable_empty_final_response", string_param="false"),
+            "parameters.triton_enable_empty_final_response",
+        ),
     ],
 )
 async def test_what_is_not_served_is_refused_under_the_callers_name(serve: Any, asked: Any, field: str) -> None:
