@@ -5,7 +5,7 @@ For weights in the model's dtype, on devices whose instructions the products are
 decided in model/gpu/autotune.py.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -63,63 +63,80 @@ HEAD_TILES = (
 """The most rows that a tile of the head is for, fewest first; beyond: the largest of many."""
 
 
-def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """Cuts of every product for a batch of one of OVERLAPPING_SIZES: the fastest of ours for 0.5B and 7B on an
-    H200 (bench/RESULTS.md). Sums are cut as in deterministic mode, by the matrix alone."""
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A matrix of outputs x inputs that a batch of so many rows is multiplied by."""
 
-    def cut(
-        num_outputs: int, num_inputs: int, room: int, *, tokens: int, blocks: int, outputs: int = 64
-    ) -> OverlappingCut:
-        splits = Splits.of(num_outputs, num_inputs)
-        at_once = -(-num_programs(num_outputs, num_inputs, tokens, outputs) // MULTIPROCESSORS)
+    num_outputs: int
+    num_inputs: int
+    size: int
+
+    def num_programs(self, tokens: int, outputs: int = 64) -> int:
+        """In tiles of so many tokens and outputs."""
+        num_tiles = -(-self.num_outputs // outputs) * -(-self.size // tokens)
+        return num_tiles * Splits.of(self.num_outputs, self.num_inputs).count
+
+    def cut(self, room: int, *, tokens: int, blocks: int, outputs: int = 64) -> OverlappingCut:
+        """With as many stages as fit into so many bytes. Many rows: so that the programs of a multiprocessor have room
+        at once, each with stages enough."""
+        splits = Splits.of(self.num_outputs, self.num_inputs)
         block_bytes = (outputs + tokens) * BLOCK * NUMBER_BYTES
-        share = SHARED_BYTES // at_once - BYTES_BESIDE
-        if size >= LEAST_LIMITED and at_once <= MOST_AT_ONCE and share >= LEAST_STAGES * block_bytes:
-            room = min(room, share)
         blocks = gcd(blocks, splits.inputs // BLOCK)
-        if size >= LEAST_LIMITED:
+        if self.size >= LEAST_LIMITED:
+            at_once = -(-self.num_programs(tokens, outputs) // MULTIPROCESSORS)
+            share = SHARED_BYTES // at_once - BYTES_BESIDE
+            if at_once <= MOST_AT_ONCE and share >= LEAST_STAGES * block_bytes:
+                room = min(room, share)
             while blocks % 2 == 0 and room // (block_bytes * blocks) < LEAST_STAGES:
                 blocks //= 2
         stages = min(splits.inputs // (BLOCK * blocks), MOST_STAGES, room // (block_bytes * blocks))
         return OverlappingCut(outputs=outputs, tokens=tokens, blocks=blocks, stages=stages, splits=splits.count)
 
-    def num_programs(num_outputs: int, num_inputs: int, tokens: int, outputs: int = 64) -> int:
-        return -(-num_outputs // outputs) * -(-size // tokens) * Splits.of(num_outputs, num_inputs).count
 
-    def narrow(num_outputs: int, num_inputs: int) -> OverlappingCut:
-        # One tile of tokens where that leaves no multiprocessor idle: others read the matrix again.
-        is_large = size == 64 and num_programs(num_outputs, num_inputs, size) >= MULTIPROCESSORS
-        tokens = 64 if is_large or size > 128 else min(size, 32)
-        return cut(num_outputs, num_inputs, NARROW_BYTES, tokens=tokens, blocks=2)
-
+def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
+    """Cuts of every product for a batch of one of OVERLAPPING_SIZES: the fastest of ours for 0.5B and 7B on an
+    H200 (bench/RESULTS.md). Sums are cut as in deterministic mode, by the matrix alone."""
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
-    is_large = 2 < num_programs(2 * I, D, tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
-    if size == 8 and D <= NARROW_INPUTS and num_programs(2 * I, D, tokens=size) <= 2 * MULTIPROCESSORS:
-        # Pairs of programs that have nearly all of their weights on the way.
-        gate_up = cut(2 * I, D, SHARED_BYTES // 2 - BYTES_BESIDE, tokens=size, blocks=2)
-    elif size == 8:
-        room = SHARED_BYTES // MOST_AT_ONCE - BYTES_BESIDE if is_large else WHOLE_BYTES
-        gate_up = cut(2 * I, D, room, tokens=size, blocks=2, outputs=128)
-    elif size > 128:
-        gate_up = replace(cut(2 * I, D, PAIRED_BYTES, tokens=128, blocks=1, outputs=128), warps=8)
-    else:
-        programs = num_programs(2 * I, D, tokens=size)
-        is_small = programs <= 2 * MULTIPROCESSORS
-        outputs = 128 if is_large and size in (32, 64) else 64
-        # Where programs take turns all the same, fewer and longer copies are faster.
-        blocks = 2 if size == 32 and programs > MOST_AT_ONCE * MULTIPROCESSORS else 1
-        tokens = min(size, 64 if is_small else 128)
-        gate_up = cut(2 * I, D, PAIRED_BYTES, tokens=tokens, blocks=blocks, outputs=outputs)
-    if size <= 128:
-        down = cut(D, I, WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2)
-    else:
-        down = cut(D, I, TRIPLE_BYTES, tokens=64, blocks=1)
     return OverlappingCuts(
-        qkv=narrow(A + 2 * config.num_key_value_heads * config.head_dim, D),
-        output=narrow(D, A),
-        gate_up=gate_up,
-        down=down,
+        qkv=_narrow_cut(_Product(A + 2 * config.num_key_value_heads * config.head_dim, D, size)),
+        output=_narrow_cut(_Product(D, A, size)),
+        gate_up=_gate_up_cut(_Product(2 * I, D, size)),
+        down=_down_cut(_Product(D, I, size)),
     )
+
+
+def _narrow_cut(product: _Product) -> OverlappingCut:
+    """One tile of tokens where that leaves no multiprocessor idle: others read the matrix again."""
+    size = product.size
+    is_large = size == 64 and product.num_programs(size) >= MULTIPROCESSORS
+    tokens = 64 if is_large or size > 128 else min(size, 32)
+    return product.cut(NARROW_BYTES, tokens=tokens, blocks=2)
+
+
+def _gate_up_cut(product: _Product) -> OverlappingCut:
+    size = product.size
+    if size > 128:
+        return replace(product.cut(PAIRED_BYTES, tokens=128, blocks=1, outputs=128), warps=8)
+    programs = product.num_programs(tokens=size)
+    is_large = 2 < product.num_programs(tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
+    is_small = programs <= 2 * MULTIPROCESSORS
+    if size == 8 and product.num_inputs <= NARROW_INPUTS and is_small:
+        # Pairs of programs that have nearly all of their weights on the way.
+        return product.cut(SHARED_BYTES // 2 - BYTES_BESIDE, tokens=size, blocks=2)
+    if size == 8:
+        room = SHARED_BYTES // MOST_AT_ONCE - BYTES_BESIDE if is_large else WHOLE_BYTES
+        return product.cut(room, tokens=size, blocks=2, outputs=128)
+    # Where programs take turns all the same, fewer and longer copies are faster.
+    blocks = 2 if size == 32 and programs > MOST_AT_ONCE * MULTIPROCESSORS else 1
+    outputs = 128 if is_large and size in (32, 64) else 64
+    return product.cut(PAIRED_BYTES, tokens=min(size, 64 if is_small else 128), blocks=blocks, outputs=outputs)
+
+
+def _down_cut(product: _Product) -> OverlappingCut:
+    size = product.size
+    if size > 128:
+        return product.cut(TRIPLE_BYTES, tokens=64, blocks=1)
+    return product.cut(WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2)
 
 
 def cut_of_many(num_outputs: int, num_inputs: int, num_tokens: int) -> OverlappingCut:
