@@ -16,7 +16,7 @@ import torch
 
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.autotune import Autotuner, Cublas, Overlapping, SmallBatch, SplitK
-from octavo.model.gpu.layers import LayerBuffers, Layers, embed_tokens, finish_of, run_layers
+from octavo.model.gpu.layers import LayerBuffers, Layers, decode_args, embed_tokens, finish_of, run_layers
 from octavo.model.gpu.overlapping_layers import OverlappingFinish, fits_overlapping, overlapping_room
 from octavo.model.gpu.small_batch_layers import SmallBatchLayers
 from octavo.model.gpu.split_k_layers import SplitKFinish, split_k_room
@@ -127,23 +127,8 @@ class DecodeStep:
 
     def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
         """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""
-        config = self.weights.config
         plan_work(rows_B, self.state.position_R, self._work)
-        return DecodeArgs(
-            rows_B=rows_B,
-            position_R=self.state.position_R,
-            table_RM=self.state.table_RM,
-            cos_LH=self.weights.cos_LH,
-            sin_LH=self.weights.sin_LH,
-            work=self._work,
-            partial_out=self._partials[0],
-            partial_ml=self._partials[1],
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.scale,
-            eps=config.rms_norm_eps,
-        )
+        return decode_args(self.weights, self.state, rows_B, self._work, self._partials)
 
     def attend(
         self,

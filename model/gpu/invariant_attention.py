@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
+from octavo.model.gpu.layers import decode_args
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention import invariant_hopper
-from octavo.model.kernels.attention.decode import DecodeArgs, partial_buffers
+from octavo.model.kernels.attention.decode import partial_buffers
 from octavo.model.kernels.attention.decode_work import DecodeWork, plan_work
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
 from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
@@ -110,29 +111,10 @@ class HopperAttention:
         if B:
             # Beside chunks there is no kernel before it that says when it may start.
             overlap = self.overlap if len(x_TD) == B else Overlap.NONE
+            args = decode_args(weights, self.state, tokens.row_T[:B], self._work, self._partials, overlap)
             invariant_hopper.attend_decodes(
-                qkv_TC[:B], x_TD[:B], matrices.qkv_bias_C, *pools, out_TNH[:B], self._args(tokens, overlap),
-                matrices.qk_norm_2H,
-            )  # fmt: skip
-
-    def _args(self, tokens: StepTokens, overlap: Overlap) -> DecodeArgs:
-        config = self.weights.config
-        return DecodeArgs(
-            rows_B=tokens.row_T[: tokens.num_decodes],
-            position_R=self.state.position_R,
-            table_RM=self.state.table_RM,
-            cos_LH=self.weights.cos_LH,
-            sin_LH=self.weights.sin_LH,
-            work=self._work,
-            partial_out=self._partials[0],
-            partial_ml=self._partials[1],
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.scale,
-            eps=config.rms_norm_eps,
-            overlap=overlap,
-        )
+                qkv_TC[:B], x_TD[:B], matrices.qkv_bias_C, *pools, out_TNH[:B], args, matrices.qk_norm_2H
+            )
 
 
 class PlainAttention:

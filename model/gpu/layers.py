@@ -17,7 +17,11 @@ import torch
 from octavo.model.causal_lm import TakeHidden
 from octavo.model.families.interface import LayerOps
 from octavo.model.gpu.quant_products import QuantProducts, matrices_of
+from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights, LayerWeights, Matrix
+from octavo.model.kernels.attention.decode import DecodeArgs
+from octavo.model.kernels.attention.decode_work import DecodeWork
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
 from octavo.model.kernels.products.rounded import RoundedTokens, silu_round
@@ -26,6 +30,34 @@ from octavo.model.parallel import DividedSums
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
+
+
+def decode_args(
+    weights: GpuWeights,
+    state: RowState,
+    rows_B: torch.Tensor,
+    work: DecodeWork,
+    partials: tuple[torch.Tensor, torch.Tensor],
+    overlap: Overlap = Overlap.NONE,
+) -> DecodeArgs:
+    """Of the attention of these rows (int32). work: divides them among programs. partials: see `partial_buffers`."""
+    config = weights.config
+    return DecodeArgs(
+        rows_B=rows_B,
+        position_R=state.position_R,
+        table_RM=state.table_RM,
+        cos_LH=weights.cos_LH,
+        sin_LH=weights.sin_LH,
+        work=work,
+        partial_out=partials[0],
+        partial_ml=partials[1],
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.scale,
+        eps=config.rms_norm_eps,
+        overlap=overlap,
+    )
 
 
 class LayerBuffers:
