@@ -7,9 +7,9 @@ from octavo.cli.settings.gateway import ListenSettings
 
 
 def split_model(text: str) -> tuple[str | None, str]:
-    """NAME=CHECKPOINT into its parts; the name is None where none is given."""
-    name, equals, checkpoint = text.partition("=")
-    if equals and checkpoint and "/" not in name:
+    """NAME=CHECKPOINT into its parts; the name is None where none is given, and what has an empty part is no pair."""
+    name, _, checkpoint = text.partition("=")
+    if name and checkpoint and "/" not in name:
         return name, checkpoint
     return None, text
 

@@ -202,6 +202,7 @@ def unchanged(config: object, required: frozenset[str] | set[str] = frozenset())
         ("small=Qwen/Qwen2.5-0.5B", ("small", "Qwen/Qwen2.5-0.5B")),
         ("/models/a=b", (None, "/models/a=b")),
         ("x=", (None, "x=")),
+        ("=folio-chat", (None, "=folio-chat")),
     ],
 )
 def test_a_model_may_be_given_a_name(text: str, parts: tuple[str | None, str]) -> None:
