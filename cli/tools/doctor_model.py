@@ -50,7 +50,29 @@ def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
         return _check_download(checkpoint, settings.revision)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     good = Finding(name="checkpoint", verdict=Verdict.GOOD, detail=f"{folder}, {_gib(num_bytes)} of weights")
-    return [good, *_check_cut(folder, checkpoint, settings.tensor_parallel_size), _check_room(num_bytes, settings)]
+    found = [good, *_check_text(folder), *_check_cut(folder, checkpoint, settings.tensor_parallel_size)]
+    return [*found, _check_room(num_bytes, settings)]
+
+
+def _check_text(folder: Path) -> list[Finding]:
+    """Nothing where gateways can read and write the model's text, and chats have a template."""
+    from octavo.gateway.text.chat_template import ChatInput
+    from octavo.gateway.text.errors import TextError
+    from octavo.gateway.text.model_text import ModelText
+    from octavo.worker.loading.model_card import describe
+
+    described = describe(folder)
+    try:
+        text = ModelText(described.files, num_ids=described.vocab_size)
+    except TextError as error:
+        advice = "callers can send token ids only, and get token ids"
+        return [Finding(name="tokenizer", verdict=Verdict.WARNING, detail=f"{folder}: {error}", advice=advice)]
+    try:
+        text.template_of(ChatInput(messages=[]))
+    except TextError as error:
+        advice = "completions work, chats do not; a chat_template.jinja in the folder would be taken"
+        return [Finding(name="template", verdict=Verdict.WARNING, detail=f"{folder}: {error}", advice=advice)]
+    return [Finding(name="note", verdict=Verdict.WARNING, detail=f"{folder}: {note}") for note in described.notes]
 
 
 def _check_files(folder: Path, settings: ServeSettings) -> None:

@@ -1,5 +1,6 @@
 """What `octavo doctor` finds where a model is to be served."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,22 @@ def test_it_says_what_a_worker_would_refuse(tmp_path: Path) -> None:
     finding = found(settings)["checkpoint"]
     assert finding.verdict is Verdict.BAD
     assert "config.json: rope_scaling.type" in finding.detail
+
+
+def test_it_warns_of_what_callers_would_be_refused(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    settings = ServeSettings(model=(str(folder),))
+    assert not {"tokenizer", "template", "note"} & found(settings).keys()
+    config = folder / "tokenizer_config.json"
+    config.write_text('{"eos_token": "<|im_end|>"}')
+    assert "this model has no chat template" in found(settings)["template"].detail
+    config.write_text('{"chat_template": "T", "additional_special_tokens": ["<|x|>"]}')
+    assert "tokenizer.json has not ('<|x|>')" in found(settings)["note"].detail
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    warning = found(settings)["tokenizer"]
+    assert (warning.verdict, "only the ByteLevel decoder" in warning.detail) == (Verdict.WARNING, True)
 
 
 def test_a_checkpoint_of_the_hubs_that_is_half_here_is_asked_for(
