@@ -1,7 +1,8 @@
 """/v1/completions: one or several prompts, whole and as a stream. Output i of prompt p is choice p * n + i."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,58 +96,84 @@ async def completion_chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """Chunks of all prompts as they come. echoed: of a stream whose prompt's log-probabilities are all there; they come
     first, for each output, in a chunk without text."""
-    queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(QUEUE_SIZE)
+    num_outputs = len(streams[0].outputs) if streams else 0
     usage = {"usage": None} if has_usage else {}
 
-    async def read(first_index: int, stream: AsyncTextStream) -> None:
-        lengths, held, awaits_prompt = [0] * len(stream.outputs), list[inference_pb2.Delta](), echoed is not None
+    async def chunks_of(stream: AsyncTextStream, first_index: int) -> AsyncGenerator[dict[str, Any], None]:
+        async for choice in _choices_of(stream, has_logprobs=has_logprobs, echoed=echoed):
+            choice["index"] += first_index
+            yield heading.answered_by(stream).of("text_completion", choices=[choice], **usage)
 
-        async def put(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> None:
-            choice = {"index": first_index + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-            await queue.put(heading.answered_by(stream).of("text_completion", choices=[choice], **usage))
+    async with aclosing(_merged([chunks_of(each, n * num_outputs) for n, each in enumerate(streams)])) as merged:
+        async for chunk in merged:
+            yield chunk
+    if has_usage:
+        yield heading.of("text_completion", choices=[], usage=usage_of([stream.outputs for stream in streams]))
 
-        async for each in stream.deltas():
-            held.append(each)
-            assert stream.started is not None
-            if echoed is not None and awaits_prompt:
-                if len(stream.prompt_logprobs) + 1 < stream.started.prompt_tokens:
-                    continue
-                prompt, awaits_prompt = await echoed(stream), False
-                lengths = [prompt.num_characters] * len(lengths)
-                for index in range(len(lengths)):
-                    await put(index, "", prompt.logprobs())
-            for delta in held:
-                index, has_scores = delta.output_index, has_logprobs and delta.logprobs
-                await put(
-                    index, delta.text, completion_logprobs(delta.logprobs, lengths[index]) if has_scores else None
-                )
-                lengths[index] += num_characters(delta.logprobs)
-            held.clear()
-        for index, output in enumerate(stream.outputs):
-            await put(index, "", None, reason_of(output))
 
-    async def read_to_end(first_index: int, stream: AsyncTextStream) -> None:
+async def _choices_of(
+    stream: AsyncTextStream, *, has_logprobs: bool, echoed: Echoed | None
+) -> AsyncIterator[dict[str, Any]]:
+    """Of one prompt as they come, by the index of the output. What comes before the prompt's log-probabilities waits
+    for them."""
+    lengths, held, awaits_prompt = [0] * len(stream.outputs), list[inference_pb2.Delta](), echoed is not None
+    async for each in stream.deltas():
+        held.append(each)
+        assert stream.started is not None
+        if echoed is not None and awaits_prompt:
+            if len(stream.prompt_logprobs) + 1 < stream.started.prompt_tokens:
+                continue
+            prompt, awaits_prompt = await echoed(stream), False
+            lengths = [prompt.num_characters] * len(lengths)
+            for index in range(len(lengths)):
+                yield _choice(index, "", prompt.logprobs())
+        for delta in held:
+            index, has_scores = delta.output_index, has_logprobs and delta.logprobs
+            logprobs = completion_logprobs(delta.logprobs, lengths[index]) if has_scores else None
+            yield _choice(index, delta.text, logprobs)
+            lengths[index] += num_characters(delta.logprobs)
+        held.clear()
+    for index, output in enumerate(stream.outputs):
+        yield _choice(index, "", None, reason_of(output))
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A source is at its end, or has failed."""
+
+    error: Exception | None = None
+
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """What all of them give, as it comes. Raises what one raises; all are closed at the end, whatever it is."""
+    queue: asyncio.Queue[T | _Ended] = asyncio.Queue(QUEUE_SIZE)
+
+    async def read(source: AsyncGenerator[T, None]) -> None:
         try:
-            await read(first_index, stream)
-            await queue.put(None)
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put(item)
         except Exception as error:
-            await queue.put(error)
+            await queue.put(_Ended(error))
+        else:
+            await queue.put(_Ended())
 
-    num_outputs = len(streams[0].outputs) if streams else 0
-    tasks = [asyncio.create_task(read_to_end(n * num_outputs, stream)) for n, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(read(source)) for source in sources]
     try:
         num_open = len(tasks)
         while num_open:
             item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
+            if not isinstance(item, _Ended):
                 yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                num_open -= 1
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    if has_usage:
-        yield heading.of("text_completion", choices=[], usage=usage_of([stream.outputs for stream in streams]))
