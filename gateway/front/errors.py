@@ -90,6 +90,8 @@ _INNER = (
 )
 _NAMED = re.compile(r"(num_outputs|constraint|inputs)(\[\d+\])?: ")  # a message that begins with a field
 
+_OUTPUTS = re.compile(r"\d+ outputs")  # are too many, not tokens
+
 
 def api_error(error: OctavoError, given: Collection[str] = ()) -> ApiError:
     """What a failed call becomes. given: names of the fields that the caller set."""
@@ -101,7 +103,7 @@ def api_error(error: OctavoError, given: Collection[str] = ()) -> ApiError:
         params = [word_of(named[1], given) + (named[2] or "")]
         message = f"{params[0]}: {error.message[named.end() :]}"
     if not params and error.reason == "EXCEEDS_CAPACITY":
-        params = [word_of("input", given)]
+        params = ["n" if "n" in given and _OUTPUTS.match(error.message) else word_of("input", given)]
     return ApiError(
         status=status,
         message=message or error.message,

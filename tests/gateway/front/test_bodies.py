@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import grpc
 import pytest
 
+from octavo.client.errors import OctavoError
 from octavo.client.requests import generate_request
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.front.calls import refusing
-from octavo.gateway.front.errors import ApiError, param_of
+from octavo.gateway.front.errors import ApiError, api_error, param_of
 from octavo.gateway.front.fields import MAX_PROMPTS, ChatBody, CompletionBody, parse
 from octavo.gateway.validation.generate import check_generate
 from octavo.v1 import inference_pb2 as pb
@@ -178,3 +180,28 @@ def test_there_are_so_many_prompts() -> None:
 )
 def test_fields_have_the_names_that_the_caller_used(field: str, given: set[str], param: str) -> None:
     assert param_of(field, given) == param
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "given", "param", "told"),
+    [
+        ("num_outputs: 9 are too many", "EXCEEDS_CAPACITY", {"n", "prompt"}, "n", "n: 9 are too many"),
+        ("9 outputs are too many", "EXCEEDS_CAPACITY", {"n", "prompt"}, "n", "9 outputs are too many"),
+        ("9 tokens are too many", "EXCEEDS_CAPACITY", {"n", "messages"}, "messages", "9 tokens are too many"),
+        ("inputs[3]: too long", "EXCEEDS_CAPACITY", {"input"}, "input[3]", "input[3]: too long"),
+        (
+            "constraint: nothing can match",
+            "CONSTRAINT",
+            {"guided_regex"},
+            "guided_regex",
+            "guided_regex: nothing can match",
+        ),
+        ("later", "QUEUE_FULL", {"prompt"}, None, "later"),
+    ],
+)
+def test_errors_without_violations_name_what_they_are_about(
+    said: str, reason: str, given: set[str], param: str | None, told: str
+) -> None:
+    error = OctavoError(said, code=grpc.StatusCode.INVALID_ARGUMENT, reason=reason)
+    found = api_error(error, given)
+    assert (found.param, found.message) == (param, told)
