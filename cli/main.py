@@ -45,13 +45,13 @@ def _leave_a_removed_folder() -> None:
 
 def _flushed(code: int) -> int:
     """The exit code once all is written. Python, which would do it later, ends with two lines of its own and 120 where
-    that cannot be. A reader that has gone (`| head`) had what it wanted."""
+    that cannot be. A reader that has gone (`| head`) had what it wanted; a log is nobody's result."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if error.errno != errno.EPIPE:
+            if error.errno != errno.EPIPE and stream is sys.stdout:
                 code = code or _fail(error)
     return code
 

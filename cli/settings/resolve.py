@@ -90,7 +90,7 @@ def find_file(given: Path | None) -> Path | None:
 def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
     """The keys of a configuration file. Raises CliError for bad TOML and for a key that no setting has."""
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         advice = "let this user read it, or give another with --config"
         raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None

@@ -17,7 +17,9 @@ DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 class Settings(BaseModel):
     """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources and remembers them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,9 +293,13 @@ def new(
     folder: Annotated[Path, typer.Option("--folder", help="Where to put them; made 0700 if new.")] = Path("keys"),
 ) -> int:
     """Make a CURVE key pair."""
-    from octavo.wire.keys import generate_keys, save_keys
+    from octavo.cli.errors import CliError
+    from octavo.wire.keys import KeyFileError, generate_keys, save_keys
 
-    secret, public = save_keys(generate_keys(), folder, name)
+    try:
+        secret, public = save_keys(generate_keys(), folder, name)
+    except KeyFileError as error:  # of a command that makes some it is no wrong setting
+        raise CliError("the keys cannot be written", str(error), "give another name or --folder") from None
     print(f"{secret}  (secret: for its owner only)\n{public}  (for its peers)")  # noqa: T201
     return 0
 

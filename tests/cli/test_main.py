@@ -301,6 +301,14 @@ def test_a_full_disk_behind_stdout_is_one_error(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
+def test_a_log_that_cannot_be_written_is_no_failure() -> None:
+    program = "import sys, octavo.cli.main as cli; sys.stderr = open('/dev/full', 'w')\n"
+    program += "cli.main = lambda _: sys.stderr.write('x') * 0; cli.run([])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "octavo.cli.main", "config", "show"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,12 +1,13 @@
 """What a host leaves to a process: cores, by either version of cgroups, and threads."""
 
 import os
-import threading
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.wire import host
 from octavo.wire.host import threads_to_be_had, usable_cores
 
 EVERY = len(os.sched_getaffinity(0))
@@ -31,16 +32,22 @@ def test_without_cgroups_all_cores_are_usable(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none") == EVERY
 
 
-def test_threads_are_counted_by_starting_them_and_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, started = threading.active_count(), threading.Thread.start
+def test_threads_are_counted_by_starting_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_to_be_had(5) == 5
-    assert threading.active_count() == before
+    two = "import sys, threading; start, n = threading.Thread.start, []\n"
+    two += (
+        'def no(self):\n    if len(n) == 2: raise RuntimeError("can\'t start new thread")\n    n.append(start(self))\n'
+    )
+    monkeypatch.setattr(host, "_COUNT_THREADS", two + "threading.Thread.start = no\n" + host._COUNT_THREADS)
+    assert threads_to_be_had(5) == 2
 
-    def start(thread: Any) -> None:
-        if threading.active_count() >= before + 3:
-            raise RuntimeError("can't start new thread")
-        started(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert threads_to_be_had(5) == 3
-    assert (threading.active_count(), threading.stack_size()) == (before, 0)
+@pytest.mark.parametrize(("error", "had"), [(BlockingIOError(11, "fork"), 0), (OSError(12, "no memory"), 5)])
+def test_a_host_without_another_process_has_no_threads(
+    error: OSError, had: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert threads_to_be_had(5) == had

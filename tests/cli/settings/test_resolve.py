@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from octavo.cli.errors import CliError
 from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, ServeSettings
-from octavo.cli.settings.resolve import Origin, Source, resolve
+from octavo.cli.settings.resolve import Origin, Source, read_file, resolve
 from octavo.cli.settings.setting import flag_of, variable_of
 
 
@@ -91,6 +91,8 @@ def test_a_key_of_another_command_is_no_error_and_a_mistyped_one_is(tmp_path: Pa
         ("port = [", "is not TOML"),
         ("port = 70000", "bad value for --port"),
         ("prefix_cache = 'maybe'", "bad value for --prefix-cache"),
+        ("drain_grace_s = inf", "bad value for --drain-grace-s"),
+        ("aging_s = nan", "bad value for --aging-s"),
     ],
 )
 def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: str, what: str) -> None:
@@ -100,6 +102,12 @@ def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: st
     assert what in caught.value.what
     assert str(path) in caught.value.what + caught.value.numbers
     assert caught.value.exit_code == 2
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_text("port = 7", "utf-8-sig")
+    assert read_file(file, frozenset({"port"})) == {"port": 7}
 
 
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
