@@ -222,7 +222,7 @@ def named_tokens(files: Mapping[str, bytes]) -> NamedTokens:
     )
     try:
         added = msgspec.json.decode(files["tokenizer.json"], type=_AddedTokens).added_tokens or ()
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CardError(f"tokenizer.json: added_tokens: {error}") from None
     ids = {each.content: each.id for each in reversed(added)}
     decoder, more = config.get("added_tokens_decoder"), config.get("additional_special_tokens")
@@ -284,7 +284,7 @@ def _json_object(name: str, text: bytes) -> Json:
         content = msgspec.json.decode(text)
     except RecursionError:
         raise CardError(f"{name}: objects and lists are nested too deeply") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CardError(f"{name}: {error}") from None
     if not isinstance(content, dict):
         raise CardError(f"{name} is not a JSON object")

@@ -81,6 +81,14 @@ def test_files_that_describe_no_model_are_refused(folder: Path, name: str, conte
         describe(folder)
 
 
+@pytest.mark.parametrize("name", ["config", "tokenizer", "generation_config", "tokenizer_config", "special_tokens_map"])
+@pytest.mark.parametrize("content", [b'{"a": "\xfc"}', b"{", b"\xef\xbb\xbf{}", b'{"a": NaN}', b"[]"])
+def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content: bytes) -> None:
+    (folder / f"{name}.json").write_bytes(content)
+    with pytest.raises(CardError, match=rf"{name}\.json"):
+        describe(folder)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
