@@ -114,7 +114,7 @@ def _sample_special(runner: CudaRunner) -> None:
         new = NewRequest(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
         runner.special.join(new, params)
     logits_NV = runner.graphs.step.logits_BV[: len(slots_N)].float()
-    runner.special.sample(logits_NV, slots_N, np.ones(len(slots_N), np.int64))
+    runner.special.sample(logits_NV, slots_N, np.ones(len(slots_N), np.int64), None)
 
 
 def _free_bytes(device: torch.device) -> int:

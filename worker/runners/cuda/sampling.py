@@ -21,6 +21,7 @@ from octavo.model.gpu.sampling_state import SamplingState
 from octavo.model.gpu.state import SAMPLING_COLUMNS
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.sampling.logits_processors import TokenHistory
+from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.params import Feature, features_of
 from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampled, Sampler
@@ -101,10 +102,12 @@ class SpecialRows:
             self._is_special_R[new.slot] = False
             self._sampler.join(new.slot, SamplingParams(), new.token_ids_T[:0])
 
-    def sample(self, logits_NV: torch.Tensor, slots_N: np.ndarray, lengths_N: np.ndarray) -> Sampled:
+    def sample(
+        self, logits_NV: torch.Tensor, slots_N: np.ndarray, lengths_N: np.ndarray, masks: TokenMasks | None
+    ) -> Sampled:
         """Choose a token for each of these slots, which hold lengths_N tokens. logits_NV: float32, overwritten. Waits
         for the device."""
-        sampled = self._sampler.sample(logits_NV, slots_N, lengths_N)
+        sampled = self._sampler.sample(logits_NV, slots_N, lengths_N, masks)
         self._history.tokens_RT[slots_N, lengths_N] = sampled.tokens_S.cpu().numpy()
         return sampled
 
@@ -194,9 +197,12 @@ class StepSampler:
         if not step.stages:
             return _NO_LOGPROBS
         slots_S, stages = step.slots_S, step.stages & ~Stage.SPECIAL
+        special_N = self._rows.special(slots_S)
+        # The whole sampler masks its rows itself: their log-probabilities are of the raw logits.
+        masks, of_special = (None, None) if masks is None else _divided(masks, special_N)
         sent = None if masks is None else self._masks.send(step.columns(masks.index_N), masks.bits_NW)
         self._graphs.run_sampling(step.rows_B, stages, sent)
-        logprobs = self._choose_special(step) if Stage.SPECIAL in step.stages else {}
+        logprobs = self._choose_special(step, special_N, of_special) if len(special_N) else {}
         if Stage.LOGPROBS not in stages:
             return StepLogprobs(logprobs=logprobs)
         index_N, count_N = self._rows.with_logprobs(slots_S)
@@ -205,11 +211,14 @@ class StepSampler:
             index_N=index_N, column_N=column_N, count_N=count_N, num_answers=num_answers, logprobs=logprobs
         )
 
-    def _choose_special(self, run: LaunchedStep) -> dict[int, SlotLogprobs]:
+    def _choose_special(
+        self, run: LaunchedStep, index_N: np.ndarray, masks: TokenMasks | None
+    ) -> dict[int, SlotLogprobs]:
         """Tokens of rows that only the whole sampler can serve, and their log-probabilities."""
-        step, state, index_N = self._graphs.step, self._graphs.state, self._rows.special(run.slots_S)
+        step, state = self._graphs.step, self._graphs.state
         slots_N, column = run.slots_S[index_N], torch.from_numpy(run.columns(index_N)).to(self._device)
-        sampled = self.special.sample(step.logits_BV[column].float(), slots_N, _lengths(run.plan)[index_N])
+        logits_NV, lengths_N = step.logits_BV[column].float(), _lengths(run.plan)[index_N]
+        sampled = self.special.sample(logits_NV, slots_N, lengths_N, masks)
         tokens_N = sampled.tokens_S.to(torch.int32)
         step.token_B[column] = tokens_N
         state.last_token_R[torch.from_numpy(slots_N).to(self._device)] = tokens_N
@@ -218,6 +227,18 @@ class StepSampler:
         if sampled.logprobs is None:
             return {}
         return {int(index_N[index]): logprobs for index, logprobs in slot_logprobs(sampled.logprobs).items()}
+
+
+def _divided(masks: StepMasks, special_N: np.ndarray) -> tuple[StepMasks | None, TokenMasks | None]:
+    """The masks of the device's rows, and those of the whole sampler's, by their place among special_N; None for none
+    of them."""
+    if not len(special_N):
+        return masks, None
+    is_special_N = np.isin(masks.index_N, special_N)
+    rest = StepMasks(index_N=masks.index_N[~is_special_N], bits_NW=masks.bits_NW[~is_special_N])
+    place_N = np.searchsorted(special_N, masks.index_N[is_special_N])
+    own = TokenMasks(index_N=place_N, bits_NW=masks.bits_NW[is_special_N])
+    return rest if len(rest.index_N) else None, own if len(place_N) else None
 
 
 def read_logprobs(chosen: StepLogprobs, answer_BX: np.ndarray) -> dict[int, SlotLogprobs]:

@@ -207,6 +207,22 @@ def test_parameters_without_room_on_the_device_are_served_by_the_whole_sampler()
     hand.step(decode={0: 10, 2: 10, 1: 5})
 
 
+def test_log_probabilities_are_of_the_raw_logits_where_the_whole_sampler_serves_a_grammar() -> None:
+    hand = Hand(runner_pair())
+    hand.join(0, prompt(21, 5), grammar=ONE_OF, num_logprobs=25, temperature=60.0, seed=3)
+    hand.join(1, prompt(22, 5), num_logprobs=2)
+    hand.join(2, prompt(23, 5), grammar=ONE_OF, num_logprobs=4)
+    hand.join(3, prompt(24, 5), grammar=ONE_OF, num_logprobs=0, bad_words=(tuple(range(40)),))
+    hand.launch(prefill=tuple(chunk(slot, 0, 5) for slot in range(4)))
+    hand.runner.constrain(masks_of({0: [3, 9], 2: [8, 11, 60], 3: [7]}))
+    tokens = hand.runner.collect().tokens_S.tolist()
+    assert (tokens[0] in (3, 9), tokens[2] in (8, 11, 60), tokens[3]) == (True, True, 7)
+    hand.launch(decode={3: 5, 1: 5, 0: 5})
+    hand.runner.constrain(masks_of({0: [40, 50], 2: [90]}))
+    tokens = hand.runner.collect().tokens_S.tolist()
+    assert (tokens[0] in (40, 50), tokens[2]) == (True, 90)
+
+
 def test_a_plan_without_a_block_is_refused_before_it_writes_anywhere() -> None:
     hand = Hand(runner_pair())
     hand.join(0, prompt(9, 5))
