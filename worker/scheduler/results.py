@@ -245,8 +245,9 @@ class Constraints:
             self._requests.end(request, ending, now_s)
 
     def awaits(self, gateway: GatewayIndex, run: Run) -> bool:
-        """Whether outputs of this very Run were accepted and have not ended."""
-        return bool(self._outputs(gateway, run))
+        """Whether outputs of this very Run were accepted and wait for its grammar. One that is pooled has none: what
+        its Run says of sampling means nothing."""
+        return any(request.awaits_grammar for request in self._outputs(gateway, run))
 
     @property
     def any_in_newest(self) -> bool:

@@ -92,7 +92,7 @@ class GrammarRig:
 
     def ask(self, handle: int, prompt: Iterable[int], grammar: Grammar | None = None, **sampling: Any) -> None:
         """One request; fields of the Run's own go there."""
-        of_run = ("fork_handles", "num_resumed_tokens", "timeout_s")
+        of_run = ("fork_handles", "num_resumed_tokens", "timeout_s", "pooling")
         run = {name: sampling.pop(name) for name in of_run if name in sampling}
         params = msgspec.structs.replace(SamplingParams(max_tokens=256, grammar=grammar), **sampling)
         prompt_ids = np.array(list(prompt), "<i4").tobytes()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from octavo.grammar.errors import Refusal
-from octavo.wire.messages import Finished, Grammar, GrammarKind, WireFinishReason
+from octavo.wire.messages import Finished, Grammar, GrammarKind, Pooling, WireFinishReason
 from octavo.worker.grammar import manager
 from octavo.worker.grammar.vocabulary import Vocabulary
 from octavo.worker.scheduler.request import Phase
@@ -93,6 +93,21 @@ def test_steps_without_grammars_wait_for_no_mask(tiny: Speaker) -> None:
     rig.run()
     rig.close()
     assert rig.observed.mask_s == []
+
+
+def test_a_prompt_that_is_pooled_waits_for_no_grammar_and_follows_none(tiny: Speaker) -> None:
+    rig = tiny.rig(max_in_flight=2)
+    rig.ask(0, range(1, 200), regex("abc"), pooling=Pooling.MEAN)
+    rig.ask(1, [1, 2, 3], regex("no regex (at all"), pooling=Pooling.LAST_TOKEN)
+    outputs = rig.run()
+    for _ in range(20):  # a compiled grammar would find a row
+        rig.step()
+    rig.close()
+    assert {handle: (reason_of(output), end_of(output).error) for handle, output in outputs.items()} == {
+        0: (WireFinishReason.LENGTH, ""),
+        1: (WireFinishReason.LENGTH, ""),
+    }
+    assert (rig.observed.mask_s, rig.observed.refusals, rig.cache.num_misses) == ([], [], 0)
 
 
 def test_an_output_whose_grammar_ends_needs_no_end_token(tiny: Speaker) -> None:
