@@ -29,6 +29,8 @@ def refused(message: str) -> GrammarRefused:
         return GrammarRefused(Refusal.LIMIT, f"is too complex: {one_line(message)}")
     if any(words in lower for words in _UNSUPPORTED_WORDS):
         return GrammarRefused(Refusal.UNSUPPORTED, one_line(message))
-    if "unsatisfiable" in lower or "is empty" in lower or "noextension" in lower:
+    if "noextension" in lower:  # the library's state, no message
+        return GrammarRefused(Refusal.UNSATISFIABLE, "nothing can match: its rules never lead to a text")
+    if "unsatisfiable" in lower or "is empty" in lower:
         return GrammarRefused(Refusal.UNSATISFIABLE, f"nothing can match: {one_line(message)}")
     return GrammarRefused(Refusal.SYNTAX, one_line(message))

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from llguidance import LLMatcher
 
-from octavo.grammar.check import check_grammar
+from octavo.grammar.check import check_grammar, refused
 from octavo.grammar.errors import GrammarRefused, Refusal
 from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.source import to_llguidance
@@ -138,6 +138,15 @@ def test_a_grammar_takes_what_it_should_and_nothing_else(source: str) -> None:
 )  # fmt: skip
 def test_a_grammar_that_cannot_be_read_is_refused(source: str) -> None:
     assert refusal_of(GrammarKind.EBNF, source) is Refusal.SYNTAX
+
+
+def test_a_grammar_without_any_text_is_refused_in_words() -> None:
+    """What the library says when it compiles ``root ::= root`` is the name of a state of its own."""
+    refusal = refused("NoExtensionBias")
+    assert (refusal.refusal, str(refusal)) == (
+        Refusal.UNSATISFIABLE,
+        "nothing can match: its rules never lead to a text",
+    )
 
 
 def test_groups_may_not_be_nested_without_end() -> None:
