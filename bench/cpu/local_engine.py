@@ -42,7 +42,7 @@ class LocalEngine:
             backend=backend,
         )
         runner = TorchRunner(model, config)
-        warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)
+        warm_up(runner, max_batch_tokens=max_batch_tokens)
         self._clock = clock
         self._engine = InProcess(runner, config, max_batch_tokens=max_batch_tokens, prefix_cache=PrefixCache.OFF)
 

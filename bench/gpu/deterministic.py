@@ -81,7 +81,7 @@ def nano_rate(shape: str, mode: Deterministic) -> float:
     )
     weights = GpuWeights.take(random_model(PUBLISHED[shape].config), max_positions=config.table_width * BLOCK_SIZE)
     runner = CudaRunner(weights, config)
-    runner.record(lambda done, total: None)
+    runner.record()
     engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
     nano(engine, 99)
     rate = nano(engine, 0)["tokens_per_s"]

@@ -169,7 +169,7 @@ def serve(
     )
     weights = GpuWeights.take(load_model(folder, dtype=dtype, device="cuda"), max_positions=1024 + BLOCK_SIZE)
     runner = CudaRunner(weights, config)
-    runner.record(lambda done, total: None)
+    runner.record()
     engine = InProcess(runner, config, max_batch_tokens=2048, prefix_cache=PrefixCache.OFF)
     found = engine.outputs([(prompt, {"max_tokens": num_output, "ignore_eos": True}) for prompt in prompts])
     runner.close()

@@ -79,7 +79,7 @@ def make_runner(
     taken = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE, weight_format=WEIGHTS[weights])
     torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
     phases.end("weights")
-    compile_kernels(taken, config, lambda done, total: None)
+    compile_kernels(taken, config)
     phases.end("kernels")
     row_bytes = kv_block_bytes(model.config, block_size=BLOCK_SIZE, dtype=kv_dtype or taken.dtype)
     rows = staging_rows(row_bytes, torch.cuda.mem_get_info()[0])
@@ -96,8 +96,8 @@ def make_runner(
     phases.end("host memory")
     free_bytes = torch.cuda.mem_get_info()[0] - num_blocks * row_bytes
     runner = CudaRunner(taken, replace(config, num_blocks=num_blocks, max_copies_in=rows), host_blocks=host)
-    recorded_s = runner.record(lambda done, total: None)
-    warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)
+    recorded_s = runner.record()
+    warm_up(runner, max_batch_tokens=max_batch_tokens)
     gc.collect()
     gc.freeze()
     took_s, in_all_s = phases.seconds, time.perf_counter() - phases.begin_s

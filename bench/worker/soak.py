@@ -83,7 +83,7 @@ def cuda_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
         deterministic=mode,
     )
     runner = CudaRunner(GpuWeights.take(model, max_positions=plan.max_model_len + plan.block_size), config)
-    seconds = runner.record(lambda done, total: None)
+    seconds = runner.record()
     print(f"{runner.graphs.num_shapes} steps recorded in {seconds:.1f} s", flush=True)
     return runner
 

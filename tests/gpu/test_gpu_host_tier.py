@@ -111,7 +111,7 @@ def _deterministic_world(
     row_bytes = kv_block_bytes(WIDE, block_size=4, dtype=torch.bfloat16)
     host = HostBlocks(num_host_blocks, row_bytes, is_pinned=True, part_bytes=9 * row_bytes)
     runner = CudaRunner(weights, config, host_blocks=host if num_host_blocks else None)
-    runner.record(lambda done, total: None)
+    runner.record()
     monkeypatch.setattr(WorldConfig, "runner", lambda self: runner)
     limits = WorldConfig(
         num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_copies_in=max_copies_in, block_size=4,

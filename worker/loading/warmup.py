@@ -51,7 +51,7 @@ class WarmRunner(Runner, Protocol):
     def measure_copies(self) -> float: ...
 
 
-def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgress) -> int:
+def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgress = lambda done, total: None) -> int:
     """Run every warm-up step; returns how many. Raises RunnerError as a real step would: a worst-case step that does
     not fit is better found here."""
     plans = list(warm_up_plans(runner.config, max_batch_tokens=max_batch_tokens))

@@ -210,14 +210,14 @@ def start(
         autotune=Autotune.MEASURED, deterministic=deterministic, kv_dtype=kv_dtype,
     )  # fmt: skip
     taken = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE, weight_format=weights)
-    loading.compile_kernels(taken, config, lambda done, total: None)
+    loading.compile_kernels(taken, config)
     compiled = set(launched)
     memory.cuda_memory_needs(taken, config, weights_bytes=1, memory_fraction=0.9)
     row_bytes = kv_block_bytes(taken.config, block_size=BLOCK_SIZE, dtype=kv_dtype or taken.dtype)
     host = HostBlocks(8, row_bytes, is_pinned=False)
     runner = CudaRunner(taken, replace(config, num_blocks=NUM_BLOCKS), host_blocks=host)
-    runner.record(lambda done, total: None)
-    warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=lambda done, total: None)
+    runner.record()
+    warm_up(runner, max_batch_tokens=config.max_batch_tokens)
     runner.measure_copies()
     return compiled
 

@@ -159,7 +159,7 @@ def runner_pair(
         **common, launching=launching, max_batch_tokens=max_batch_tokens, max_copies_in=max_copies_in
     )
     fast = CudaRunner(weights, config, host_blocks=hosts[1])
-    fast.record(lambda done, total: None)
+    fast.record()
     slow.kv.k_pool_LPKBH.fill_(torch.nan)
     slow.kv.v_pool_LPKBH.fill_(torch.nan)
     fast.graphs.kv.k_pool_LPKBH[:, :-1] = torch.nan
@@ -195,7 +195,7 @@ def cuda_runner(
         deterministic=deterministic,
     )
     runner = CudaRunner(weights, config)
-    runner.record(lambda done, total: None)
+    runner.record()
     runner.graphs.kv.k_pool_LPKBH[:, :-1] = torch.nan
     runner.graphs.kv.v_pool_LPKBH[:, :-1] = torch.nan
     return runner

@@ -141,7 +141,7 @@ def _find_fastest_sums(weights: GpuWeights, config: CudaRunnerConfig) -> Ranks:
 def compile_kernels(
     weights: GpuWeights,
     config: CudaRunnerConfig,
-    on_progress: OnKernels,
+    on_progress: OnKernels = lambda done, total: None,
     *,
     helpers: Helpers | None = None,
     meanwhile: Callable[[], None] = lambda: None,

@@ -169,7 +169,7 @@ class CudaRunner:
         """The KV pool."""
         return self.graphs.kv
 
-    def record(self, on_progress: OnProgress) -> float:
+    def record(self, on_progress: OnProgress = lambda done, total: None) -> float:
         """Record every shape of step, so that serving launches graphs and compiles nothing. Seconds taken."""
         if self.config.launching is Launching.EAGER:
             return 0.0

@@ -44,7 +44,7 @@ def quantized_pair(kv_dtype: torch.dtype | None) -> RunnerPair:
     weights = GpuWeights.take(model, max_positions=48 + BLOCK)
     slow = TorchRunner(floats, TorchRunnerConfig(**common))  # type: ignore[arg-type]
     fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=LAUNCHING, max_batch_tokens=24))  # type: ignore[arg-type]
-    fast.record(lambda done, total: None)
+    fast.record()
     return RunnerPair(slow, fast)
 
 
