@@ -1,6 +1,8 @@
 """Entry point of a gateway process. Imports no torch."""
 
 import asyncio
+import contextlib
+import faulthandler
 import gc
 import signal
 import sys
@@ -18,6 +20,7 @@ from octavo.wire.logs import configure_logs
 log = structlog.get_logger(__name__)
 
 
+STALL_EXIT_S, TURN_S = 60.0, 1.0
 _GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway makes a few per message, all short-lived
 
 
@@ -53,9 +56,11 @@ async def _serve(config: GatewayConfig, drained_code: int) -> int:
     gc.collect()
     gc.freeze()  # objects that are never freed need not be walked again
     gc.set_threshold(_GC_THRESHOLD)
+    guard = asyncio.create_task(guard_loop(STALL_EXIT_S), name="guard of the event loop")
     try:
         await _first_of(gateway.drained, stop_now)
     finally:
+        guard.cancel()
         await gateway.stop()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -78,6 +83,18 @@ def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal)
     if gateway.config.access != AccessConfig():
         loop.add_signal_handler(signal.SIGHUP, gateway.reloader.reload)
+
+
+async def guard_loop(limit_s: float) -> None:
+    """Until cancelled. Where the event loop stands still for so long, the process ends with 1, all stacks on stderr:
+    its supervisor starts another, and callers try again. By a thread of C, which needs nothing of the interpreter."""
+    try:
+        while True:
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: the next turn tries again
+                faulthandler.dump_traceback_later(limit_s, exit=True)
+            await asyncio.sleep(TURN_S)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 async def _first_of(*events: asyncio.Event) -> None:

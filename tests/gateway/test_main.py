@@ -218,3 +218,30 @@ assert "torch" not in sys.modules and "model" not in sys.modules and "worker" no
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+STUCK = """
+import asyncio, time
+from octavo.gateway.main import guard_loop
+
+async def work():
+    guard = asyncio.create_task(guard_loop(2.0))
+    for _ in range(30):  # a loop that turns is left alone, whatever the time in all
+        await asyncio.sleep(0.1)
+    print("turned", flush=True)
+    if {stuck}:
+        time.sleep(60)
+    guard.cancel()
+
+asyncio.run(work())
+time.sleep(2.5)
+"""
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_process_whose_loop_stands_still_ends_and_says_where(stuck: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK.format(stuck=stuck)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (int(stuck), "turned\n")
+    assert ('File "<string>", line 11 in work' in done.stderr) is stuck, done.stderr
