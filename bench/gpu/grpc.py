@@ -83,7 +83,7 @@ def serving(folder: Path, flags: list[str], *, start_timeout_s: float, caches: P
     port, log, begin_s = free_port("127.0.0.1", set()), folder / "service.log", time.monotonic()
     target = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", "--metrics-port=0"]
-    command += ["--worker-metrics-port=0", f"--run-dir={folder / 'run'}", "--log-level=warning", *flags]
+    command += ["--worker-metrics-port=0", "--log-level=warning", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment(caches), stdout=output, stderr=output)
     try:
