@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its NUL
-MAX_RUN_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/gateway-1024.peers.sock")
+MAX_RUN_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/gateway-99.peers.sock")
 _HELD = ".held"
 """In each temporary folder of ours: whoever made it has it locked for as long as it lives."""
 

@@ -239,7 +239,17 @@ async def test_the_first_sigterm_drains(pool: WorkerPool, start: Start) -> None:
     assert worker.names()[-2:] == ["draining", "ended"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        pytest.param(
+            signal.SIGHUP,
+            marks=pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="under nohup"),
+        ),
+    ],
+)
 async def test_the_second_signal_stops(pool: WorkerPool, start: Start, number: signal.Signals) -> None:
     worker = start(oracle_step_delay_s=0.02)
     await until_ready(pool)

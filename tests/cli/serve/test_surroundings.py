@@ -81,6 +81,7 @@ def test_proxies_of_the_environment_are_not_asked_for_processes_of_this_host(
     serves(tmp_path, "--gateways=2", variables=without | proxies)
 
 
+@pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="under nohup, as its processes are then")
 def test_a_terminal_that_is_closed_drains_and_nohup_goes_on(tmp_path: Path, variables: dict[str, str]) -> None:
     with started(tmp_path, port=free_port(), variables=variables) as process:
         wait_until_ready(process, tmp_path)
