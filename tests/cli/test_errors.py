@@ -24,7 +24,7 @@ from octavo.gateway.rpc.addresses import AddressError, BindError
 from octavo.model.errors import CheckpointError
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import KeyFileError
-from octavo.wire.run_dir import RunDirError
+from octavo.wire.run_dir import MAX_RUN_DIR_BYTES, RunDirError
 from octavo.worker.loading.memory import DoesNotFit
 from octavo.worker.loading.model_card import CardError
 
@@ -144,10 +144,20 @@ def test_a_path_that_is_too_long_for_sockets_is_left_or_refused(
         monkeypatch.setattr(tempfile, "tempdir", str(long))
         with run_folder(None) as made, socket.socket(socket.AF_UNIX) as listener:
             assert made.stat().st_mode & 0o777 == 0o700
-            listener.bind(str(made / "gateway-1023.peers.sock"))
+            listener.bind(str(made / "gateway-99.peers.sock"))
         assert not made.exists()
-    with pytest.raises(CliError, match=r"the path of run directory .* bytes, of which 83 leave room"), run_folder(long):
+    too_long = rf"the path of run directory .* bytes, of which {MAX_RUN_DIR_BYTES} leave room"
+    with pytest.raises(CliError, match=too_long), run_folder(long):
         pass
+
+
+def test_the_longest_run_directory_has_room_for_the_longest_name() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as listener:
+        longest = Path(short) / ("x" * (MAX_RUN_DIR_BYTES - len(short) - 1))
+        with run_folder(longest) as made:
+            listener.bind(str(made / "gateway-99.peers.sock"))
+        with pytest.raises(CliError, match="leave room"), run_folder(longest.with_name(longest.name + "x")):
+            pass
 
 
 def test_a_full_disk_is_told_whatever_came_of_it() -> None:
