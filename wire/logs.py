@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -15,14 +15,19 @@ LOG_FORMATS = ("auto", "console", "json")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
+def write_line(stream: TextIO, line: str) -> None:
+    """At once. Never raises: what a full disk or a reader that went away does not take is lost, and ends no process."""
+    with suppress(OSError, ValueError):
+        stream.write(line + "\n")
+        stream.flush()
+
+
 class _StderrLogger:
-    """Writes at once. What cannot be written is lost: a full disk or a reader that went away must end no process."""
+    """Writes to stderr as it is at that moment: tests put another in its place."""
 
     def msg(self, line: str) -> None:
         """Never raises."""
-        with suppress(OSError, ValueError):
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
+        write_line(sys.stderr, line)
 
     debug = info = warning = error = critical = exception = log = msg
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from octavo.cli.progress import Bars, PlainSteps, Step
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import CANNOT_START
 from octavo.gateway.observability.logs import LogWriter
+from octavo.wire.logs import write_line
 
 SUPERVISOR = "supervisor"
 POLL_S = 0.1
@@ -82,11 +84,6 @@ class LineStyle(Enum):
         if log_format == "auto":
             return cls.PEOPLE if console.is_terminal else cls.PROGRAMS
         return cls.PROGRAMS if log_format == "json" else cls.PEOPLE
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -176,7 +173,7 @@ class StartupView:
         # A full disk or a reader that went away must not stop the processes, which would block on their own pipes.
         with contextlib.suppress(OSError):
             if self._style is LineStyle.PROGRAMS:
-                (self._write or _to_stderr)(raw)
+                (self._write or partial(write_line, sys.stderr))(raw)
             elif self._bars is not None or self._write is None:
                 self._console.print(render_line(name, line), soft_wrap=True)
             else:

@@ -8,6 +8,8 @@ import threading
 from contextlib import suppress
 from typing import TextIO
 
+from octavo.wire.logs import write_line
+
 _QUEUE_LINES = 10_000
 
 
@@ -29,9 +31,7 @@ class LogWriter:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            with suppress(OSError, ValueError):  # the stream is broken: it may be mended, and nothing waits for it
-                self._stream.write(line + "\n")
-                self._stream.flush()
+            write_line(self._stream, line)
 
     def close(self) -> None:
         """Write what is queued, for two seconds at most. Idempotent."""
