@@ -1,8 +1,6 @@
 """Entry point of a gateway process. Imports no torch."""
 
 import asyncio
-import contextlib
-import faulthandler
 import gc
 import signal
 import sys
@@ -14,7 +12,7 @@ from octavo.gateway.app import Gateway
 from octavo.gateway.config import AccessConfig, GatewayConfig
 from octavo.gateway.observability.logs import LogWriter
 from octavo.gateway.observability.tracing import start_tracing
-from octavo.wire.host import ending_signals, raise_descriptor_limit
+from octavo.wire.host import arm_stall_guard, disarm_stall_guard, ending_signals, raise_descriptor_limit
 from octavo.wire.logs import configure_logs
 
 log = structlog.get_logger(__name__)
@@ -87,14 +85,13 @@ def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
 
 async def guard_loop(limit_s: float) -> None:
     """Until cancelled. Where the event loop stands still for so long, the process ends with 1, all stacks on stderr:
-    its supervisor starts another, and callers try again. By a thread of C, which needs nothing of the interpreter."""
+    its supervisor starts another, and callers try again."""
     try:
         while True:
-            with contextlib.suppress(RuntimeError):  # no thread is to be had: the next turn tries again
-                faulthandler.dump_traceback_later(limit_s, exit=True)
+            arm_stall_guard(limit_s)  # where no thread is to be had for it, the next turn tries again
             await asyncio.sleep(TURN_S)
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        disarm_stall_guard()
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -1,7 +1,8 @@
 """A process and its host: whether two processes share a host, how many descriptors and cores one may have, how its
-threads wait, and with which other process it ends."""
+threads wait, and when it ends: with which other process, or where it stands still."""
 
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -93,6 +94,21 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     """Those that ask a process to end: SIGTERM, Ctrl-C, and SIGHUP of a closed terminal unless nohup ignores it."""
     has_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if has_hangup else ()))
+
+
+def arm_stall_guard(limit_s: float) -> bool:
+    """Unless it is called again in so many seconds, the process ends with 1, all stacks on stderr: by a thread of C,
+    even while another thread keeps the interpreter's lock. False where no thread is to be had; each call takes one."""
+    try:
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def disarm_stall_guard() -> None:
+    """The process lives on. Idempotent."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def die_with(parent: int) -> None:

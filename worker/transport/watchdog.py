@@ -11,6 +11,7 @@ import sys
 
 import structlog
 
+from octavo.wire.host import arm_stall_guard, disarm_stall_guard
 from octavo.worker.engine.interfaces import EngineStats
 
 log = structlog.get_logger(__name__)
@@ -44,16 +45,12 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching."""
-        faulthandler.cancel_dump_traceback_later()
+        disarm_stall_guard()
 
     def arm(self) -> None:
         """The process ends where this is not called again in time, even while another thread keeps the interpreter's
-        lock. It takes a new thread each time; where none is to be had, steps that do not advance are seen all the same,
-        and the next call tries again."""
-        try:
-            faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True)
-            self._is_armed = True
-        except RuntimeError as error:
-            if self._is_armed:
-                log.warning("watchdog_not_armed", error=str(error))
-            self._is_armed = False
+        lock. Where no thread is to be had for that, steps that do not advance are seen all the same, and the next call
+        tries again."""
+        was_armed, self._is_armed = self._is_armed, arm_stall_guard(self._stall_timeout_s)
+        if was_armed and not self._is_armed:
+            log.warning("watchdog_not_armed", reason="no thread can be started")
