@@ -133,9 +133,11 @@ class InternalDefect(RequestError):
     """A defect of ours; the log has its traceback."""
 
 
-def defect_of(error: BaseException) -> InternalDefect:
-    """For what is no Exception, so that whoever takes all of those takes it too: libraries in Rust raise their panics
-    so (pyo3), for instance where no thread can be started."""
+def as_exception(error: BaseException) -> Exception:
+    """The error, or an InternalDefect for what is no Exception, so that whoever takes all of those takes it too:
+    libraries in Rust raise their panics so (pyo3), for instance where no thread can be started."""
+    if isinstance(error, Exception):
+        return error
     defect = InternalDefect(f"{type(error).__name__}: {error}")
     defect.__cause__ = error
     return defect

@@ -23,7 +23,7 @@ from octavo.gateway.errors import (
     InternalDefect,
     InvalidRequest,
     MalformedMessage,
-    defect_of,
+    as_exception,
 )
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.tracing import CallTrace, Tracing
@@ -248,7 +248,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 await self._abort(InternalDefect("the handler was cancelled"), scope, context)
         elif not isinstance(error, KeyboardInterrupt | SystemExit):
             # A panic of a library in Rust is no Exception, and its call would never end either.
-            await self._abort(error if isinstance(error, Exception) else defect_of(error), scope, context)
+            await self._abort(as_exception(error), scope, context)
 
     async def _abort(self, error: Exception, scope: RpcScope, context: Context) -> None:
         status = status_of(error, scope, pushback_ms=self._pushback_ms)

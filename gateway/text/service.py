@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
-from octavo.gateway.errors import defect_of
+from octavo.gateway.errors import as_exception
 from octavo.gateway.text.errors import TextQueueFull
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ class TextService:
                 job.future.set_result(end.value)
         except BaseException as error:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(error if isinstance(error, Exception) else defect_of(error))
+                job.future.set_exception(as_exception(error))
         else:
             return job.future.cancelled()
         return True
