@@ -32,7 +32,7 @@ class Endpoint:
     @property
     def is_local(self) -> bool:
         """Whether only processes of this host can reach it."""
-        return self.transport is Transport.IPC or _is_loopback(self.host)
+        return self.transport is Transport.IPC or is_loopback(self.host)
 
 
 def parse_endpoint(address: str) -> Endpoint:
@@ -127,7 +127,8 @@ def is_wildcard(host: str) -> bool:
     return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach it."""
     if host == "localhost":
         return True
     try:

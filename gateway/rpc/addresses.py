@@ -1,10 +1,10 @@
 """Addresses to listen at, and who can reach them."""
 
 import errno
-import ipaddress
 import socket
 
 from octavo.gateway.config import AccessConfig, Exposure
+from octavo.wire.endpoints import is_loopback
 
 
 class AddressError(ValueError):
@@ -64,12 +64,7 @@ def is_local(address: str) -> bool:
     if address.startswith("unix:"):
         return True
     host, _ = split_host_port(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may mean anything
+    return is_loopback(host)
 
 
 def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
