@@ -90,7 +90,7 @@ class GenerateBody(Body):
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options belongs to stream true", param="stream_options")
+            raise _refused("stream_options", "it belongs to stream true")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise _refused("seed", "is no 64-bit integer")
         if self.seed is not None:
@@ -133,16 +133,16 @@ class ChatBody(GenerateBody):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
-            raise ApiError(400, "top_logprobs belongs to logprobs true", param="top_logprobs")
+            raise _refused("top_logprobs", "it belongs to logprobs true")
         fields["messages"] = [_message(index, message) for index, message in enumerate(self.messages)]
         if self.tools:
             fields["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
             fields["tool_choice"] = choice = _tool_choice(self.tool_choice)
             if self.parallel_tool_calls is False and choice in ("", "auto", "required"):
-                why = "parallel_tool_calls false is not supported but for a tool_choice that names a tool, or none"
-                raise ApiError(400, why, param="parallel_tool_calls")
+                why = "false is not supported but for a tool_choice that names a tool, or none"
+                raise _refused("parallel_tool_calls", why)
         elif self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice belongs to tools, and there are none", param="tool_choice")
+            raise _refused("tool_choice", "it belongs to tools, and there are none")
         return cast("GenerateFields", fields)
 
 
@@ -162,7 +162,7 @@ class CompletionBody(GenerateBody):
     def fields(self) -> list[GenerateFields]:
         """Of one request for each prompt. Raises ApiError."""
         if self.best_of not in (None, self.n or 1):
-            raise ApiError(400, "best_of other than n is not supported", param="best_of")
+            raise _refused("best_of", "other than n is not supported")
         fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | self.request_fields()
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
@@ -172,9 +172,7 @@ class CompletionBody(GenerateBody):
             fields |= {"prompt_logprobs": self.logprobs, "return_prompt": True}
         prompts = [{"text": each} if isinstance(each, str) else {"token_ids": each} for each in inputs_of(self.prompt)]
         if len(prompts) > MAX_PROMPTS:
-            raise ApiError(
-                400, f"prompt: has {len(prompts):,} entries, at most {MAX_PROMPTS:,} are allowed", param="prompt"
-            )
+            raise _refused("prompt", f"has {len(prompts):,} entries, at most {MAX_PROMPTS:,} are allowed")
         return [cast("GenerateFields", fields | prompt) for prompt in prompts]
 
 
@@ -209,12 +207,12 @@ def parse(kind: type[B], body: bytes) -> B:
         name = ".".join(place) or ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise _unknown(".".join(map(str, first["loc"]))) from None
-        raise ApiError(400, f"{name}: {first['msg'].lower()}", param=name) from None
+        raise _refused(name, first["msg"].lower()) from None
     for name, value in (parsed.model_extra or {}).items():
         if name not in _SAMPLING:
             raise _unknown(name)
         if not isinstance(value, int | _SAMPLING[name]) or isinstance(value, bool):
-            raise ApiError(400, f"{name}: input should be a valid number", param=name)
+            raise _refused(name, "input should be a valid number")
     return parsed
 
 
@@ -230,7 +228,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
         for name, value in given.items():
             if not (_is_unicode(name) and _is_unicode(value)):
                 shown = name.encode(errors="backslashreplace").decode()
-                raise ApiError(400, f"{shown}: has half a surrogate pair, which no text can have", param=shown)
+                raise _refused(shown, "has half a surrogate pair, which no text can have")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -270,8 +268,7 @@ def _check_words(given: Collection[str], response_format: Mapping[str, Any] | No
     if (response_format or {}).get("type", "text") != "text":
         names.append("response_format")
     if len(names) > 1:
-        why = f"{names[1]}: an output has one form at most, and {names[0]} asks for another"
-        raise ApiError(400, why, param=names[1])
+        raise _refused(names[1], f"an output has one form at most, and {names[0]} asks for another")
 
 
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")  # a name changes nothing: no template has a place

@@ -145,7 +145,7 @@ def test_a_caller_that_hangs_up_frees_its_memory(stream: bool, fronted: tuple[Se
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": -1}, 400, "truncate_prompt_tokens", ""),
         ("/v1/embeddings", {"input": [2**32]}, 400, "input", ""),
         ("/v1/chat/completions", b"x" * (5 << 20), 413, None, "the body has more than 4,194,304 bytes"),
-        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "best_of other than n is not supported"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "best_of: other than n is not supported"),
         ("/v1/completions", {"prompt": []}, 400, "prompt", "prompt: there is none"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, 400, "encoding_format", "encoding_format: "),
         ("/v1/nothing", {}, 404, None, "there is no /v1/nothing here"),
