@@ -2,8 +2,8 @@
 
 Queries and the new key and value come from model/kernels/small_batch/qkv.py. Each row's context is cut into at most
 MAX_SPLITS parts of equal length; each program leaves its part's average of values and the logarithm of its weight, and
-model/kernels/small_batch/attention.py adds them up. The first tile of keys and
-values, all of it from former steps, is loaded before the kernel waits for the queries.
+`combine` adds them up. The first tile of keys and values, all of it from former steps, is loaded before the kernel
+waits for the queries; into registers, since the kernels behind fetch their weights into shared memory meanwhile.
 
     cached tokens   |-- part 0 --|-- part 1 --|-- part 2 |new|         the last part also has the new token
 
