@@ -45,7 +45,7 @@ static inline inputs four_inputs(const int8_t *from) {
 #define ARITHMETIC "VNNI"
 #define RAISED 128
 #ifdef __AVX512VNNI__
-#define TILE 14
+#define TILE 8
 #else
 #define TILE 6
 #endif
@@ -67,7 +67,7 @@ static inline dots add_dots(dots sums, factor w, inputs x) {
 #define RAISED 0
 #ifdef __AVX512BW__
 #define ARITHMETIC "AVX-512"
-#define TILE 12
+#define TILE 8
 typedef struct {
     dots magnitude;
     __mmask64 is_negative;

@@ -21,12 +21,12 @@
 #ifdef ARITHMETIC
 
 #define PANEL 32
+#define LINE 64
 #define FEW_GROUPS 8       /* whose weights stay in the first cache while a block of rows meets them */
 #define BLOCK_ROWS 112     /* whose sums and inputs stay there, too */
-#define AHEAD 4096         /* bytes of weights that are fetched before they are wanted */
 #define ENOUGH (64 * 1024) /* inputs that are worth sharing the rounding of */
+#define FETCHED_ROWS (WIDTH == 16 ? 5 : 2) /* so few at least: fewer read faster without */
 #define WHOLE (PANEL / WIDTH) /* registers of a panel's outputs */
-#define FEW (2 * TILE)        /* rows that read weights fewer times in tiles of TILE: faster while that bounds them */
 
 typedef struct {
     const bf16 *x;
@@ -63,23 +63,30 @@ static void round_some(void *context, int64_t first, int64_t end, int seat) {
 
 /* ---------------------------------------------------------------- products */
 
-/* to: [rows, PANEL] += rows of `count` groups, stride apart, times `spread` registers of a panel's outputs. ahead: what is
- * fetched meanwhile. rows, spread: constants where this is called, so that dots and sums are registers. */
+/* Weights that a tile fetches while it works: so many groups of a panel, one beside each of its own. Every tile fetches
+ * its share, so that memory works while weights meet the later ones, too. */
+typedef struct {
+    const int8_t *from;
+    int64_t groups;
+} ahead;
+
+/* to: [rows, PANEL] += rows of `count` groups, stride apart, times `spread` registers of a panel's outputs. rows, spread:
+ * constants where this is called, so that dots and sums are registers. */
 static inline __attribute__((always_inline)) void add_outputs(const int rows, const int spread, const int8_t *steps,
                                                               const float *units, int64_t stride, int64_t count,
-                                                              const int8_t *weights, const int8_t *ahead,
-                                                              float *to) {
+                                                              const int8_t *weights, ahead next, float *to) {
     const int is_kept = rows <= KEPT;
     lanes sums[TILE][WHOLE];
     for (int m = 0; is_kept && m < rows; m++)
         for (int j = 0; j < spread; j++) memcpy(&sums[m][j], to + m * PANEL + j * WIDTH, sizeof(lanes));
     for (int64_t g = 0; g < count; g++) {
+        const int8_t *from = next.from + g * GROUP * PANEL;
+        for (int i = 0; g < next.groups && i < GROUP * PANEL; i += LINE) __builtin_prefetch(from + i, 0, 2);
         dots found[TILE][WHOLE];
         for (int m = 0; m < rows; m++)
             for (int j = 0; j < spread; j++) found[m][j] = (dots){0};
         for (int q = 0; q < GROUP / 4; q++) {
             factor w[WHOLE];
-            for (int i = 0; i < 4 * spread * WIDTH; i += 64) __builtin_prefetch(ahead + 4 * q * PANEL + i, 0, 2);
             for (int j = 0; j < spread; j++) w[j] = factor_at(weights + 4 * (q * PANEL + j * WIDTH));
             for (int m = 0; m < rows; m++) {
                 inputs x = four_inputs(steps + m * GROUP + 4 * q);
@@ -94,7 +101,7 @@ static inline __attribute__((always_inline)) void add_outputs(const int rows, co
                 if (is_kept) sums[m][j] = sum;
                 else memcpy(to + m * PANEL + j * WIDTH, &sum, sizeof sum);
             }
-        steps += stride * GROUP, units += stride, weights += GROUP * PANEL, ahead += GROUP * PANEL;
+        steps += stride * GROUP, units += stride, weights += GROUP * PANEL;
     }
     for (int m = 0; is_kept && m < rows; m++)
         for (int j = 0; j < spread; j++) memcpy(to + m * PANEL + j * WIDTH, &sums[m][j], sizeof(lanes));
@@ -102,26 +109,23 @@ static inline __attribute__((always_inline)) void add_outputs(const int rows, co
 
 static inline __attribute__((always_inline)) void add_groups(const int rows, const int8_t *steps, const float *units,
                                                              int64_t stride, int64_t count, const int8_t *weights,
-                                                             const int8_t *ahead, float *to) {
+                                                             ahead next, float *to) {
     const int spread = SPREAD_OF(rows);
-    for (int64_t n = 0; n < PANEL; n += spread * WIDTH)
-        add_outputs(rows, spread, steps, units, stride, count, weights + 4 * n, ahead + 4 * n, to + n);
+    for (int64_t n = 0; n < PANEL; n += spread * WIDTH, next.groups = 0)
+        add_outputs(rows, spread, steps, units, stride, count, weights + 4 * n, next, to + n);
 }
 
 /* Up to TILE rows. */
 static void add_groups_to(int64_t rows, const int8_t *steps, const float *units, int64_t stride, int64_t count,
-                          const int8_t *weights, const int8_t *ahead, float *to) {
+                          const int8_t *weights, ahead next, float *to) {
     switch (rows) {
-#define CASE(n) case n: add_groups(n, steps, units, stride, count, weights, ahead, to); break;
+#define CASE(n) case n: add_groups(n, steps, units, stride, count, weights, next, to); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
 #if TILE >= 6
         CASE(6)
 #endif
-#if TILE >= 12
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#if TILE >= 14
-        CASE(13) CASE(14)
+#if TILE >= 8
+        CASE(7) CASE(8)
 #endif
     }
 }
@@ -136,15 +140,17 @@ static inline void put_row(const product *all, int64_t m, int64_t column, const 
 static void multiply_block(const product *all, int64_t first, int64_t rows, int64_t column, float *sums) {
     for (int64_t m = 0; m < rows; m++)
         for (int n = 0; n < PANEL; n++) sums[m * PANEL + n] = all->start[first + m];
-    int64_t most = rows > FEW && KEPT ? KEPT : TILE, tiles = (rows + most - 1) / most;
+    int64_t most = rows > TILE && KEPT ? KEPT : TILE, tiles = (rows + most - 1) / most;
     int64_t each = (rows + tiles - 1) / tiles;
+    int64_t share = rows < FETCHED_ROWS ? 0 : (FEW_GROUPS + tiles - 1) / tiles;
     for (int64_t g = 0; g < all->G; g += FEW_GROUPS) {
         int64_t count = all->G - g < FEW_GROUPS ? all->G - g : FEW_GROUPS;
         const int8_t *weights = all->panels + (column * all->G + g * PANEL) * GROUP;
-        for (int64_t m = 0; m < rows; m += each) {
+        ahead next = {weights + FEW_GROUPS * GROUP * PANEL, share};
+        for (int64_t m = 0; m < rows; m += each, next.from += share * GROUP * PANEL) {
             int64_t row = g * all->M + first + m;
             add_groups_to(rows - m < each ? rows - m : each, all->steps + row * GROUP, all->units + row, all->M, count,
-                          weights, m ? weights : weights + AHEAD, sums + m * PANEL);
+                          weights, next, sums + m * PANEL);
         }
     }
     for (int64_t m = 0; m < rows; m++) put_row(all, first + m, column, sums + m * PANEL);
