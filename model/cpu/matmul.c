@@ -16,6 +16,7 @@
 
 #define PANEL 32
 #define TILE 14 /* two sums a row, a pair of weights and one of inputs are 31 of the 32 registers */
+#define FEWEST 4 /* rows of a tile that keep the processor busy: fewer sums wait for themselves */
 #define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted, where the processor by itself is late */
 
 /* How a panel is read. PAIRS_FETCHED: for 8 rows and more, when it comes from memory; slower for fewer, and from caches. */
@@ -207,8 +208,9 @@ static void multiply_panel(const product *all, int64_t p, bf16 *scratch) {
     target to = {all->scale + column, all->bias + column, all->out, column, all->N, all->N - column, all->is_wide};
     int is_few = all->is_int8 && !scratch;
     if (scratch) widen_panel(integers, scratch, K * PANEL), panel = scratch;
-    for (int64_t m = 0; m < M; m += TILE) {
-        int64_t rows = M - m < TILE ? M - m : TILE;
+    for (int64_t m = 0, rows; m < M; m += rows) {
+        int64_t left = M - m, are_alike = m && left > TILE && left < TILE + FEWEST; /* the last two tiles */
+        rows = are_alike ? (left + 1) / 2 : left < TILE ? left : TILE;
         int is_far = m == 0 && !scratch && rows >= FETCHED_ROWS;
         if (is_few) few_rows_times_int8(rows, all->x, K, integers, m, &to);
         else if (is_far) rows_times_far_panel(rows, all->x, K, panel, &to);
