@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from octavo.model.attention.kv_pool import write_kv
 from octavo.model.cpu import ops
-from octavo.model.cpu.native import native_library
+from octavo.model.cpu.native import kernels_arithmetic, native_library
 from octavo.model.layers.decoder import RopeAngles, plain_rms_norm, rotate
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
@@ -75,7 +75,8 @@ def test_decodes_read_their_own_blocks_and_nothing_else(
     width = -(-max(contexts) // block_size)
     table_SM = torch.randperm(len(contexts) * width, generator=torch.Generator().manual_seed(4)).int().view(-1, width)
     k_pool, v_pool = torch.full((2, table_SM.numel(), num_kv_heads, block_size, head_dim), NAN).bfloat16()
-    q_SNH, expected_SNH = 3 * normal(len(contexts), num_heads, head_dim), []
+    q_SNH, expected_SNH, allowed_SNH = 3 * normal(len(contexts), num_heads, head_dim), [], []
+    weight_error = 2**-9 if kernels_arithmetic() == "AVX512-BF16" else 0.0  # there they are bf16
     for s, context in enumerate(contexts):
         keys_CKH, values_CKH = normal(context, num_kv_heads, head_dim, seed=s), normal(context, num_kv_heads, head_dim)
         position_C = torch.arange(context)
@@ -85,12 +86,15 @@ def test_decodes_read_their_own_blocks_and_nothing_else(
         keys_NCH = keys_CKH.double().repeat_interleave(group, 1).transpose(0, 1)
         scores_NC = (keys_NCH @ q_SNH[s].double()[:, :, None])[..., 0] * head_dim**-0.5
         values_NCH = values_CKH.double().repeat_interleave(group, 1).transpose(0, 1)
-        expected_SNH.append((scores_NC.softmax(-1)[:, None] @ values_NCH)[:, 0])
+        weights_N1C = scores_NC.softmax(-1)[:, None]
+        expected_SNH.append((weights_N1C @ values_NCH)[:, 0])
+        rounding_NH = weight_error * (weights_N1C @ values_NCH.abs())[:, 0]
+        allowed_SNH.append(rounding_NH + 2**-8 * expected_SNH[-1].abs() + 1e-4)
         table_SM[s, -(-context // block_size) :] = -1
     context_S = torch.tensor(contexts, dtype=torch.int32)
     arguments = (k_pool, v_pool, table_SM, context_S, head_dim**-0.5)
     found_SNH = ops.decode_attention(q_SNH, *arguments, max_context_len=max(contexts))
-    torch.testing.assert_close(found_SNH.double(), torch.stack(expected_SNH), rtol=2**-8, atol=1e-4)
+    assert (found_SNH.double() - torch.stack(expected_SNH)).abs().le(torch.stack(allowed_SNH)).all()
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_among_others() -> None:
