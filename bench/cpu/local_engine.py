@@ -11,6 +11,7 @@ from bench.cpu.workloads import Ask, Clock
 from bench.in_process import InProcess, blocks_of
 from octavo.blockmgr.ids import PrefixCache
 from octavo.model.causal_lm import CausalLM
+from octavo.worker.loading.memory import keep_freed_memory
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 
@@ -41,6 +42,7 @@ class LocalEngine:
             vocab_size=model.config.vocab_size,
             backend=backend,
         )
+        keep_freed_memory()
         runner = TorchRunner(model, config)
         warm_up(runner, max_batch_tokens=max_batch_tokens)
         self._clock = clock

@@ -28,7 +28,7 @@ from octavo.model import CausalLM, get_backend, make_inputs
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu.ops import largest
 from octavo.model.layers.linear import Linear, WeightFormat
-from octavo.worker.loading.memory import prefer_huge_pages
+from octavo.worker.loading.memory import keep_freed_memory, prefer_huge_pages
 
 BLOCK_SIZE = 16
 
@@ -135,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, machine = Console(), this_machine()
     model = CausalLM.random(PUBLISHED[options.shape].config, seed=0, dtype=torch.bfloat16)
     model.pack_weights(WeightFormat(options.weights))
+    keep_freed_memory()
     table = Table("rows", "step, ms", "products", "attention", "rest", "weights read, GB/s", "of a plain read")
     with torch.inference_mode():
         how = {"context": options.context, "num_steps": options.steps, "clock": CLOCKS[options.clock]}

@@ -41,7 +41,7 @@ from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config, served_name
-from octavo.worker.loading.memory import memory_needs, prefer_huge_pages, size_pool
+from octavo.worker.loading.memory import keep_freed_memory, memory_needs, prefer_huge_pages, size_pool
 from octavo.worker.loading.model_card import Described, describe
 from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.loading.warmup import WarmRunner, warm_up
@@ -161,6 +161,7 @@ def prepare(
                 meanwhile=meanwhile,
             )
         else:
+            keep_freed_memory()
             runner = _make_torch_runner(config, model, described, on_progress, max_model_len=max_model_len)
     scheduler = replace(scheduler, max_chunks=runner.max_chunks, attended_share=model.config.attended_share)
     return Prepared(runner=runner, model=model, described=described, scheduler=scheduler)

@@ -3,6 +3,7 @@
 Must not know: the block manager, flags' parsing.
 """
 
+import ctypes
 import math
 import os
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ RESERVE_BYTES = 256 << 20
 MOST_BLOCKS = 1 << 24
 """Of a pool that takes all there is: each takes some 200 bytes of the host's memory. A block of the smallest models
 takes 80 KB, so that this is more than a terabyte."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_KEPT_BYTES = 128 << 20
+"""Tensors of a step of 2,048 tokens, logits of 200 rows; what is larger goes back."""
 _CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_FRACTION = 0.95
 
@@ -189,6 +193,17 @@ def prefer_huge_pages() -> None:
     """Let torch put large CPU tensors into 2 MB pages: reading weights is up to a tenth faster (bench/RESULTS.md). Call
     it before the first large tensor is made; a value that is set already is kept."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one. It would give tensors of some MB back each time, and
+    the system hand their pages out again, zeroed: 4 % of a step of 32 rows on two cores (bench/RESULTS.md). To be
+    called once the weights are there: what loading them freed has gone back by then. glibc's; elsewhere it does
+    nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(parameter, _KEPT_BYTES)
 
 
 def memory_needs(

@@ -1,6 +1,9 @@
 """Sizing of the KV pool: whole decisions, and errors whose advice holds."""
 
+import ctypes
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,3 +124,24 @@ def test_a_limit_of_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> N
     assert available_host_bytes(tmp_path) == 400_000
     (folder / "memory.limit_in_bytes").write_text(f"{0x7FFFFFFFFFFFF000}\n")  # none
     assert available_host_bytes(tmp_path) > 1 << 24
+
+
+_FAULTS_OF_A_TENSOR = """
+import resource, torch
+from octavo.worker.loading.memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory()
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+def test_memory_that_a_step_freed_is_there_for_the_next() -> None:
+    done = subprocess.run([sys.executable, "-c", _FAULTS_OF_A_TENSOR], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10  # given back and had again they are 20 huge pages, or 9,766 small ones
