@@ -257,5 +257,5 @@ def _probe_of(card: ModelCard) -> pb.GenerateRequest:
 
 
 async def _refuse(context: Context, method: str) -> None:
-    """As a server that does not know the method."""
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here: there are no adapters")
+    """As the contract wants it of a server that has no adapters."""
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{method} is not offered here: there are no adapters")

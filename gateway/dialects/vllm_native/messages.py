@@ -107,6 +107,7 @@ def server_info(workers: Sequence[WorkerView], *, instance_id: str) -> vllm.Serv
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
     ranks = max((worker.card.tensor_parallel_size for worker in ready), default=1)
     sizes = {worker.capacity.block_size for worker in ready}
+    block_size = sizes.pop() if len(sizes) == 1 else 0
     return vllm.ServerInfo(
         engine_version=VERSION,
         api_version=API_VERSION,
@@ -120,11 +121,12 @@ def server_info(workers: Sequence[WorkerView], *, instance_id: str) -> vllm.Serv
             data_parallel_size_local=1,
         ),
         max_model_len=max((worker.card.max_model_len for worker in ready), default=0),
-        kv_block_size=sizes.pop() if len(sizes) == 1 else 0,
+        kv_block_size=block_size,
         total_kv_blocks=sum(worker.capacity.num_blocks for worker in ready),
         max_running_requests=sum(worker.capacity.max_num_seqs for worker in ready),
         max_batched_tokens=max((worker.capacity.max_batch_tokens for worker in ready), default=0),
         rl_capabilities=vllm.RlCapabilities(),
+        effective_attention_block_size=block_size or None,
     )
 
 

@@ -12,6 +12,7 @@ from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model
 from octavo.gateway.dialects.vllm_native.translate import (
     check_known,
     check_one_output,
+    check_rank,
     in_callers_names,
     translate,
 )
@@ -26,12 +27,16 @@ from octavo.gateway.streams.stream import OutputStreams
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc
 
-# Adapters, sleeping and weights that change are not here.
-_NOT_OFFERED = (
-    *("LoadLora", "UnloadLora", "ListLoras", "PauseGeneration", "ResumeGeneration", "Sleep", "WakeUp"),
-    *("InitWeightTransferEngine", "StartWeightUpdate", "StartDraftWeightUpdate", "UpdateWeights"),
-    *("FinishWeightUpdate", "UpdateWeightVersion", "GetWeightVersion"),
-)
+_C = grpc.StatusCode
+# What is not here, and how vLLM refuses it: a server that was started without these answers FAILED_PRECONDITION; every
+# one can pause and has a version of its weights.
+_NOT_OFFERED = {
+    **dict.fromkeys(("LoadLora", "UnloadLora", "ListLoras", "Sleep", "WakeUp"), _C.FAILED_PRECONDITION),
+    **dict.fromkeys(("InitWeightTransferEngine", "StartWeightUpdate", "UpdateWeights"), _C.FAILED_PRECONDITION),
+    **dict.fromkeys(("StartDraftWeightUpdate", "FinishWeightUpdate"), _C.FAILED_PRECONDITION),
+    **dict.fromkeys(("PauseGeneration", "ResumeGeneration"), _C.UNIMPLEMENTED),
+    **dict.fromkeys(("UpdateWeightVersion", "GetWeightVersion"), _C.UNIMPLEMENTED),
+}
 
 
 class VllmInference(vllm_pb2_grpc.InferenceServicer):
@@ -64,6 +69,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
     async def _submit(self, request: vllm.GenerateRequest, context: Context) -> TrackedRequest:
         scope = current_rpc.get()
         scope.name_by(request.request_id)
+        check_rank(context.invocation_metadata() or ())
         translated = await self._text.run_by_size(
             lambda: translate(request), num_bytes=request.ByteSize(), share=share_of(scope)
         )
@@ -111,8 +117,8 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
     def __init__(self, collaborators: Collaborators, *, control: Control) -> None:
         self._models, self._pool = collaborators.models, collaborators.pool
         self._control = control
-        for method in _NOT_OFFERED:
-            setattr(self, method, _refusing(method))
+        for method, code in _NOT_OFFERED.items():
+            setattr(self, method, _refusing(method, code))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.ServerInfo:
         """All workers behind this gateway as one rank."""
@@ -156,8 +162,8 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
         return vllm.IsSleepingResponse(sleeping=False)
 
 
-def _refusing(method: str) -> Any:
+def _refusing(method: str, code: grpc.StatusCode) -> Any:
     async def refuse(request: Any, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")
+        await context.abort(code, f"{method} is not offered here")
 
     return refuse

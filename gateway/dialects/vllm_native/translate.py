@@ -3,8 +3,9 @@
 Zero is unset in this contract; unset is greedy for the temperature, and the model's default for what else is drawn by.
 """
 
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf.message import Message
@@ -17,6 +18,10 @@ from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.vllm import vllm_pb2 as vllm
+
+TARGET_RANK = "x-data-parallel-rank"  # metadata: the data-parallel rank that a router has chosen
+_UINT64 = (1 << 64) - 1
+_NO_SEED = -1  # vLLM's "draw one"
 
 # octavo.v1 -> here; the first prefix that fits.
 _PATHS = (
@@ -87,6 +92,18 @@ def check_known(message: Message) -> None:
     raise_if_any(unserved(message, _REFUSED))
 
 
+def check_rank(metadata: Iterable[tuple[str, Any]]) -> None:
+    """Raises InvalidRequest where the metadata name a rank that does not exist, or none."""
+    for name, value in metadata:
+        if name != TARGET_RANK:
+            continue
+        text = str(value).strip()
+        if re.fullmatch("[0-9]{1,10}", text) is None or int(text) >= 1 << 32:
+            raise InvalidRequest.of(TARGET_RANK, "must be a decimal uint32")
+        if int(text):
+            raise InvalidRequest.of(TARGET_RANK, "there is only rank 0")
+
+
 def check_one_output(request: vllm.GenerateRequest) -> None:
     """Raises InvalidRequest where the one response of Generate could not tell all outputs."""
     if request.sampling.num_sequences > 1:
@@ -106,8 +123,6 @@ def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
     for what in ("prompt", "output"):
         if response.HasField(f"{what}_candidates") and not getattr(response, f"{what}_logprobs"):  # type: ignore[arg-type]
             yield Violation(field=f"response.{what}_candidates", description=f"needs {what}_logprobs")
-    if request.sampling.HasField("seed") and request.sampling.seed < 0:
-        yield Violation(field="sampling.seed", description=f"must not be negative, not {request.sampling.seed}")
 
 
 def _sampling(request: vllm.GenerateRequest) -> pb.SamplingParams:
@@ -119,8 +134,8 @@ def _sampling(request: vllm.GenerateRequest) -> pb.SamplingParams:
         **_not_zero(drawn, "top_k", "top_p", "min_p"),
         **_not_zero(decoding, "presence_penalty", "frequency_penalty", "repetition_penalty"),
     )
-    if drawn.HasField("seed"):
-        sampling.seed = drawn.seed
+    if drawn.HasField("seed") and drawn.seed != _NO_SEED:
+        sampling.seed = drawn.seed & _UINT64
     return sampling
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc as vllm_grpc
-from octavo.wire.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import Capacity, Grammar, GrammarKind, SamplingParams, TokenLogprobs, WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun, speaking, worker_view
 from tests.support.gateway.rpc_errors import refused
 
@@ -94,6 +94,31 @@ async def test_zero_is_unset_and_an_unset_temperature_greedy(serve: Any) -> None
     assert first.sampling.max_tokens == 253  # to the end of the context
     assert second.sampling.seed == 0
     assert (first.priority, second.priority) == (0, -7)  # lower runs first in vLLM
+
+
+async def test_a_seed_of_minus_one_draws_one_and_others_below_zero_are_seeds(serve: Any) -> None:
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        for seed in (-1, -1, -2):
+            await inference(served).Generate(request(sampling=vllm.RandomSampling(seed=seed)))
+    first, second, third = (run.request.sampling.seed for run in served.pool.runs)
+    assert first != second
+    assert third == 2**64 - 2
+
+
+RANKS = [("0", True), (" 0 ", True), ("1", False), ("-1", False), ("a", False), ("", False), ("4294967296", False)]
+
+
+@pytest.mark.parametrize(("rank", "is_there"), RANKS)
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_router_may_choose_rank_0(serve: Any, method: str, rank: str, is_there: bool) -> None:
+    metadata = (("x-data-parallel-rank", rank),)
+    async with serve(speaking(70)) as served:
+        call = getattr(inference(served), method)(request(), metadata=metadata)
+        if is_there:
+            assert await (call if method == "Generate" else read(call))
+        else:
+            assert (await refused(call)).fields == ("x-data-parallel-rank",)
+    assert len(served.pool.runs) == is_there
 
 
 async def test_everything_that_is_served_reaches_the_worker(serve: Any) -> None:
@@ -195,7 +220,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora_name": "a"}, "lora_name"),
     ({"temperature": -1.0}, "temperature"),
     ({"sampling": vllm.RandomSampling(top_p=2)}, "sampling.top_p"),
-    ({"sampling": vllm.RandomSampling(seed=-1)}, "sampling.seed"),
     ({"sampling": vllm.RandomSampling(num_sequences=129)}, "sampling.num_sequences"),
     ({"decoding": vllm.DecodingParameters(repetition_penalty=-1)}, "decoding.repetition_penalty"),
     ({"decoding": vllm.DecodingParameters(logit_bias={600: 1})}, "decoding.logit_bias[600]"),
@@ -251,6 +275,7 @@ async def test_the_server_and_its_model_are_told(serve: Any) -> None:
     one = worker_view()
     assert info.instance_id
     assert (info.kv_block_size, info.total_kv_blocks) == (one.capacity.block_size, 2 * one.capacity.num_blocks)
+    assert info.effective_attention_block_size == one.capacity.block_size  # what Dynamo's sidecar cuts prompts by
     assert info.max_model_len == one.card.max_model_len
     assert info.rl_capabilities == vllm.RlCapabilities()
     assert (model.model_id, model.supports_text_input, model.supports_lora) == ("tiny", True, False)
@@ -270,13 +295,26 @@ async def test_a_later_field_is_refused_and_nothing_is_done(serve: Any, method: 
         assert not served.gateway.tracker.is_draining
 
 
+async def test_blocks_of_two_sizes_have_no_size(serve: Any) -> None:
+    larger = Capacity(num_blocks=64, block_size=32, max_num_seqs=4, max_waiting=4, max_batch_tokens=64)
+    views = [worker_view("w1"), worker_view("w2", capacity=larger)]
+    async with serve(FakePool(views=views)) as served:
+        info = await control(served).GetServerInfo(vllm.GetServerInfoRequest())
+    assert (info.kv_block_size, info.HasField("effective_attention_block_size")) == (0, False)
+
+
+# Every server of vLLM has these; the others need a flag at its start.
+ALWAYS = {"PauseGeneration", "ResumeGeneration", "UpdateWeightVersion", "GetWeightVersion"}
+
+
 @pytest.mark.parametrize("method", sorted(set(METHODS) - OFFERED))
-async def test_what_is_not_offered_is_unimplemented(serve: Any, method: str) -> None:
+async def test_what_is_not_offered_is_refused_as_by_a_server_without_it(serve: Any, method: str) -> None:
     ask = getattr(vllm, METHODS[method].input_type.name)()
     async with serve() as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await getattr(control(served), method)(ask)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    codes = grpc.StatusCode
+    assert caught.value.code() is (codes.UNIMPLEMENTED if method in ALWAYS else codes.FAILED_PRECONDITION)
     assert method in (caught.value.details() or "")
 
 
