@@ -95,9 +95,8 @@ def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violati
 
 def _stop_violations(stop: pb.StopConditions, prefix: str) -> Iterator[Violation]:
     if stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
-        yield Violation(
-            field=f"{prefix}stop.min_tokens", description=f"is above max_tokens ({stop.min_tokens} > {stop.max_tokens})"
-        )
+        why = f"{stop.min_tokens} is above the {stop.max_tokens} that may come"
+        yield Violation(field=f"{prefix}stop.min_tokens", description=why)
 
 
 def _format_violations(request: pb.GenerateRequest, prefix: str) -> Iterator[Violation]:

@@ -24,7 +24,7 @@ from octavo.gateway.dialects.vllm.messages import (
     complete_of,
     fill_logprobs,
 )
-from octavo.gateway.dialects.vllm.translate import in_callers_names, translate, translate_embed
+from octavo.gateway.dialects.vllm.translate import check_loads, in_callers_names, translate, translate_embed
 from octavo.gateway.errors import InvalidRequest, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder, normalized
@@ -225,6 +225,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         """All workers as one rank, and what all gateways send."""
+        check_loads(request)
         load = await self._control.load()
         tell_silent(context, load.silent)
         return info.loads(self._workers(), tokens_per_s=load.tokens_per_s)

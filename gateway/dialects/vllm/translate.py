@@ -9,7 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from octavo.gateway.dialects.unserved import path_by, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import raise_if_any
+from octavo.gateway.validation.fields import raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_embed, check_generate
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -70,8 +70,17 @@ def check_embed_served(request: vllm.EmbedRequest) -> None:
     raise_if_any(_unserved(request, ""))
 
 
+def check_loads(request: vllm.GetLoadsRequest) -> None:
+    """Raises InvalidRequest where the load of a rank is asked for that does not exist. Sections that are asked for
+    beyond `core` are ones that servers may leave out."""
+    if request.dp_rank:
+        raise InvalidRequest.of("dp_rank", "there is only rank 0")
+
+
 def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
     yield from _unserved(request, "")
+    if request.WhichOneof("input") is None:
+        yield unset_choice(request, "input")
     if request.data_parallel_rank:
         yield Violation(field="data_parallel_rank", description="there is only rank 0")
     params = request.sampling_params

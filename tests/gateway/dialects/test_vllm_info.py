@@ -151,6 +151,18 @@ async def test_what_is_not_offered_is_unimplemented(serve: Any, vllm_stub: Stub)
     assert codes == dict.fromkeys(calls, grpc.StatusCode.UNIMPLEMENTED)
 
 
+@pytest.mark.parametrize(("rank", "is_there"), [(None, True), (0, True), (1, False), (-1, False)])
+async def test_the_load_of_a_rank_that_is_not_there_is_refused(
+    serve: Any, vllm_stub: Stub, rank: int | None, is_there: bool
+) -> None:
+    async with serve() as served:
+        call = vllm_stub(served.channel).GetLoads(vllm.GetLoadsRequest(dp_rank=rank))
+        if is_there:
+            assert [load.dp_rank for load in (await call).loads] == [0]
+        else:
+            assert (await refused(call)).fields == ("dp_rank",)
+
+
 @pytest.mark.parametrize(("dialects", "is_there"), [(Dialects.INSTALLED, True), (Dialects.NONE, False)])
 async def test_the_dialect_is_there_by_default_and_can_be_left_out(
     serve: Any, vllm_stub: Stub, dialects: Dialects, is_there: bool

@@ -94,3 +94,12 @@ async def test_a_request_field_that_is_not_served_is_refused_by_its_name(serve: 
     assert found == {name: (name,) for name in unserved}
     assert nothing.fields == ("input",)
     assert newer.fields == ("#1023",)
+
+
+async def test_what_can_be_the_prompt_is_told_in_this_contracts_words(serve: Any, vllm_stub: Stub) -> None:
+    async with serve() as served:
+        refusal = await refused(vllm_stub(served.channel).Generate(vllm.GenerateRequest()))
+    assert (refusal.code, refusal.message) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "input: one of tokenized, text must be set",
+    )
