@@ -161,8 +161,8 @@ class _Front:
         batches = [inputs[start : start + EMBED_BATCH] for start in range(0, len(inputs), EMBED_BATCH)]
         with refusing(request.state.given):
             requests = [embed_request(batch, **fields) for batch in batches]
-        vectors = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
-        return JSONResponse(_embeddings(body, vectors))
+        answers = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
+        return JSONResponse(_embeddings(body, answers))
 
     async def models(self, request: Request) -> Response:
         """What is served."""
@@ -278,7 +278,8 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _embeddings(body: EmbeddingBody, vectors: Sequence[inference_pb2.Embedding]) -> dict[str, Any]:
+def _embeddings(body: EmbeddingBody, answers: Sequence[inference_pb2.EmbedResponse]) -> dict[str, Any]:
+    vectors = [vector for answer in answers for vector in answer.embeddings]
     size = len(vectors[0].values)
     if body.dimensions not in (None, size):
         why = f"dimensions: vectors of this model have {size}, and are not made shorter"
@@ -287,7 +288,7 @@ def _embeddings(body: EmbeddingBody, vectors: Sequence[inference_pb2.Embedding])
     is_base64 = body.encoding_format == "base64"
     return {
         "object": "list",
-        "model": body.model,
+        "model": answers[0].model,
         "data": [
             {"object": "embedding", "index": index, "embedding": _base64(vector) if is_base64 else list(vector.values)}
             for index, vector in enumerate(vectors)

@@ -66,14 +66,13 @@ class Service:
 
     async def embed(
         self, requests: Sequence[inference_pb2.EmbedRequest], metadata: Metadata
-    ) -> list[inference_pb2.Embedding]:
-        """All vectors, in order. Raises OctavoError."""
+    ) -> list[inference_pb2.EmbedResponse]:
+        """The answers, in order. Raises OctavoError."""
         stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
         try:
-            answers = [await stub.Embed(request, metadata=metadata) for request in requests]
+            return [await stub.Embed(request, metadata=metadata) for request in requests]
         except grpc.RpcError as error:
             raise error_from(error) from None
-        return [vector for answer in answers for vector in answer.embeddings]
 
 
 async def collect(stream: AsyncTextStream) -> list[OutputSoFar]:

@@ -108,7 +108,8 @@ async def completion_chunks(
         async for chunk in merged:
             yield chunk
     if has_usage:
-        yield heading.of("text_completion", choices=[], usage=usage_of([stream.outputs for stream in streams]))
+        used = usage_of([stream.outputs for stream in streams])
+        yield heading.answered_by(streams[0]).of("text_completion", choices=[], usage=used)
 
 
 async def _choices_of(

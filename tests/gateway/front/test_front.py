@@ -189,6 +189,17 @@ def test_an_echoed_prompt_has_its_log_probabilities(prompt: str | list[int], fro
             assert [each for piece in own if piece["logprobs"] for each in piece["logprobs"][name]] == values
 
 
+def test_the_model_that_answered_is_named_where_the_caller_named_none(fronted: tuple[Service, int]) -> None:
+    body = {"prompt": ["once", "upon"], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    connection = _connection(fronted[1])
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    *chunks, done = events(connection.getresponse())
+    connection.close()
+    assert (done, {chunk["model"] for chunk in chunks}) == ("[DONE]", {"folio-chat"})
+    status, answer, _ = ask(fronted[1], "/v1/embeddings", {"input": "once upon"})
+    assert (status, answer["model"]) == (200, "folio-chat")
+
+
 def test_what_is_null_is_unset(fronted: tuple[Service, int]) -> None:
     """Clients send every field that they have, and -1 for all tokens as with vLLM."""
     names = ("model", "n", "stream", "stream_options", "tools", "tool_choice", "functions", "reasoning_effort", "top_p")
