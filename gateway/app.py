@@ -366,6 +366,7 @@ class Gateway:
         if self._page is not None:
             await self._page.close()
             self._page = None
+        self.pool.end_feeds()
         await asyncio.gather(*(server.stop(0.5) for server in self._servers))
         self._servers.clear()
         await self._cancel_tasks()

@@ -11,7 +11,7 @@ from typing import Self
 import grpc
 
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, TooManyTokens, UnsupportedTokenizer
-from octavo.gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
+from octavo.gateway.workers.errors import FeedCut, FeedEnded, FeedFull, NoWorker, WorkerBusy, WorkerGone
 from octavo.wire.codec import MessageTooLarge
 from octavo.wire.messages import Finished, WireFinishReason
 
@@ -181,6 +181,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     WorkerBusy: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
     FeedFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
     FeedCut: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="SLOW_CONSUMER", retry=Retry.LATER),
+    FeedEnded: ErrorRow(code=_C.UNAVAILABLE, reason="DRAINING", retry=Retry.LATER),
     SlowConsumer: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="SLOW_CONSUMER", retry=Retry.LATER),
     DeviceOutOfMemory: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="OUT_OF_MEMORY", retry=Retry.LATER),
     NoWorker: ErrorRow(code=_C.UNAVAILABLE, reason="NO_WORKER", retry=Retry.LATER),

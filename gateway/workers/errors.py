@@ -36,3 +36,7 @@ class FeedFull(PoolError):
 
 class FeedCut(PoolError):
     """A subscriber of the prefix cache is too slow (reason SLOW_CONSUMER)."""
+
+
+class FeedEnded(PoolError):
+    """The gateway shuts down and tells subscribers of the prefix cache nothing more (reason DRAINING)."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from octavo.gateway.workers.errors import FeedCut, FeedFull
+from octavo.gateway.workers.errors import FeedCut, FeedEnded, FeedFull
 from octavo.wire.messages import KvTier
 
 MAX_FOLLOWERS = 64
@@ -60,9 +60,13 @@ class BlockBatch:
 
 
 class BlockSubscription:
-    """Of one subscriber. first_sequence: above every number that its earlier subscriptions used."""
+    """Of one subscriber, who has to call `leave` at its end. first_sequence: above every number that its earlier
+    subscriptions used."""
 
-    def __init__(self, salt: str, state: Iterator[BlockChange], num_blocks: int, *, first_sequence: int) -> None:
+    def __init__(
+        self, feed: "BlockFeed", salt: str, state: Iterator[BlockChange], num_blocks: int, *, first_sequence: int
+    ) -> None:
+        self._feed = feed
         self.salt = salt
         self._state = state
         self._num_blocks = num_blocks
@@ -71,25 +75,37 @@ class BlockSubscription:
         self._next_sequence = first_sequence
         self._waiting: deque[tuple[BlockChange, ...]] = deque()
         self._num_waiting = 0
-        self._is_cut = False
+        self._cut: FeedCut | FeedEnded | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def leave(self) -> None:
+        """Idempotent."""
+        self._feed.leave(self)
 
     def put(self, changes: tuple[BlockChange, ...]) -> None:
         """Changes to be read; nothing more is kept once the subscriber is cut off."""
-        if self._is_cut:
+        if self._cut is not None:
             return
         self._num_waiting += len(changes)
         if self._num_waiting > MAX_WAITING_CHANGES:
-            self._is_cut = True
-            self._waiting.clear()
-        else:
-            self._waiting.append(changes)
+            self.cut(FeedCut(f"more than {MAX_WAITING_CHANGES} changes of the prefix cache wait to be read"))
+            return
+        self._waiting.append(changes)
+        self._wake()
+
+    def cut(self, why: FeedCut | FeedEnded) -> None:
+        """What waits is not told any more."""
+        self._cut = why
+        self._waiting.clear()
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> BlockBatch:
-        """The next batch, as soon as there is one. Raises FeedCut. For one caller at a time."""
-        while not self._is_cut:
+        """The next batch, as soon as there is one. Raises FeedCut, FeedEnded. For one caller at a time."""
+        while self._cut is None:
             if self._next_chunk < self._num_chunks:
                 return self._take_chunk()
             if self._waiting:
@@ -101,7 +117,7 @@ class BlockSubscription:
                 await self._waiter
             finally:
                 self._waiter = None
-        raise FeedCut(f"more than {MAX_WAITING_CHANGES} changes of the prefix cache wait to be read")
+        raise self._cut
 
     def _take_chunk(self) -> BlockBatch:
         index, self._next_chunk = self._next_chunk, self._next_chunk + 1
@@ -139,10 +155,15 @@ class BlockFeed:
         """Subscribe to the present state and every change to blocks of this salt. Raises FeedFull."""
         if len(self._followers) >= MAX_FOLLOWERS:
             raise FeedFull(f"{MAX_FOLLOWERS} subscribers follow the prefix cache already")
-        subscription = BlockSubscription(salt, state, num_blocks, first_sequence=self._now_us())
+        subscription = BlockSubscription(self, salt, state, num_blocks, first_sequence=self._now_us())
         self._followers.append(subscription)
         self.is_followed = True
         return subscription
+
+    def end(self) -> None:
+        """Every subscription ends."""
+        for follower in self._followers:
+            follower.cut(FeedEnded("this gateway shuts down"))
 
     def leave(self, subscription: BlockSubscription) -> None:
         """Idempotent."""

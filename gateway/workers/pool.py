@@ -260,12 +260,12 @@ class WorkerPool:
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """Subscribe to the blocks of this salt that a model's workers have cached, and to every change. Raises
-        FeedFull. The caller has to call `leave_blocks` at its end."""
+        FeedFull. The caller has to call `leave` of it at its end."""
         return self._prefixes.follow(model, salt)
 
-    def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
-        """End a subscription. Idempotent."""
-        self._prefixes.leave(model, subscription)
+    def end_feeds(self) -> None:
+        """Every subscription ends with FeedEnded."""
+        self._prefixes.end_feeds()
 
     # ------------------------------------------------------------ messages from workers
 

@@ -16,7 +16,7 @@ matches nothing from then on, and is dropped in parts. Pure but for turns of the
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -322,8 +322,7 @@ class Prefixes:
         self._later = later
         self._is_dropping = False
         self._emptied: list[object] = []  # to give back that much memory takes a turn each
-        self._now_us = now_us
-        self._feeds: dict[str, BlockFeed] = {}
+        self._feeds = defaultdict[str, BlockFeed](lambda: BlockFeed(now_us))
         self._indexes: dict[tuple[str, int], PrefixIndex] = {}
         self._key_of: dict[int, tuple[str, int]] = {}
 
@@ -385,16 +384,15 @@ class Prefixes:
             return
 
     def follow(self, model: str, salt: str) -> BlockSubscription:
-        """Subscribe to the blocks of this salt that the workers of a model have. Raises FeedFull."""
+        """To the blocks of this salt that the workers of a model have. Raises FeedFull."""
         indexes = [index for (name, _), index in self._indexes.items() if name == model]
         state = chain.from_iterable(index.blocks(salt) for index in indexes)
         return self._feed(model).follow(salt, state, sum(index.num_blocks(salt) for index in indexes))
 
-    def leave(self, model: str, subscription: BlockSubscription) -> None:
-        """Idempotent."""
-        self._feed(model).leave(subscription)
+    def end_feeds(self) -> None:
+        """Every subscription ends."""
+        for feed in self._feeds.values():
+            feed.end()
 
     def _feed(self, model: str) -> BlockFeed:
-        if model not in self._feeds:
-            self._feeds[model] = BlockFeed(self._now_us)
         return self._feeds[model]

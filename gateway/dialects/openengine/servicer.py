@@ -35,7 +35,7 @@ from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.streams.stream import OutputStreams
-from octavo.gateway.workers.errors import FeedCut
+from octavo.gateway.workers.errors import FeedCut, FeedEnded
 from octavo.openengine import openengine_pb2 as oe
 from octavo.openengine import openengine_pb2_grpc
 from octavo.v1 import common_pb2
@@ -238,11 +238,11 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
                 batch = await subscription.next()
                 if batch.chunk is None or request.include_snapshot:
                     await self._tracker.write(context, oe.SubscribeKvEventsResponse(batch=kv_batch(batch)))
-        except FeedCut as error:
+        except (FeedCut, FeedEnded) as error:
             scope.reason = row_of(error).reason
             await self._tracker.write(context, oe.SubscribeKvEventsResponse(error=engine_error(error)))
         finally:
-            self._pool.leave_blocks(card.name, subscription)
+            subscription.leave()
 
 
 def _probe_of(card: ModelCard) -> pb.GenerateRequest:

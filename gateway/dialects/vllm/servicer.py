@@ -259,7 +259,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             while True:
                 await self._tracker.write(context, batches.of(await subscription.next()))
         finally:
-            self._pool.leave_blocks(card.name, subscription)
+            subscription.leave()
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
         """Not offered."""

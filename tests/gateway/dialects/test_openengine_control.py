@@ -274,6 +274,18 @@ async def test_a_subscriber_gets_the_state_where_it_asks_and_then_what_changes(
     assert second.timestamp_unix_nanos > 10**18
 
 
+async def test_a_gateway_that_ends_tells_its_subscribers_by_an_event(serve: Any) -> None:
+    async with serve() as served:
+        call = control(served).SubscribeKvEvents(oe.SubscribeKvEventsRequest(include_snapshot=True))
+        await call.read()
+        await served.gateway.stop()
+        last = await call.read()
+        assert await call.read() == grpc.aio.EOF
+        code = await call.code()
+    assert (last.error.code, last.error.retryable) == (oe.ERROR_CODE_DRAINING, True)
+    assert code is grpc.StatusCode.OK
+
+
 async def test_ranks_and_past_events_that_do_not_exist_are_refused(serve: Any) -> None:
     async with serve() as served:
         stub = control(served)

@@ -117,6 +117,15 @@ async def test_a_subscriber_that_does_not_read_is_cut(
         await served.until(lambda: not served.pool.prefixes._feed("tiny").is_followed)
 
 
+async def test_a_gateway_that_ends_tells_its_subscribers_why(serve: Any, vllm_stub: Stub) -> None:
+    async with serve() as served:
+        call = vllm_stub(served.channel).SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        await call.read()
+        await served.gateway.stop()
+        refusal = await read_on(call)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
 async def test_a_write_that_nobody_takes_ends_the_subscription(serve: Any, vllm_stub: Stub) -> None:
     async with serve() as served:
         call = vllm_stub(served.channel).SubscribeKvEvents(common.SubscribeKvEventsRequest())

@@ -1,12 +1,14 @@
 """The feed of prefix caches: a late follower's view equals an early one's, and a slow one is cut."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.gateway.workers import events
-from octavo.gateway.workers.errors import FeedCut, FeedFull
+from octavo.gateway.workers.errors import FeedCut, FeedEnded, FeedFull
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind, Chunk
 from octavo.gateway.workers.router import PrefixIndex
 from octavo.wire.messages import KvEvent, KvEventKind, KvTier
@@ -147,14 +149,27 @@ async def test_a_slow_follower_is_cut_and_costs_nothing_more(monkeypatch: pytest
         await follower.subscription.next()
 
 
+async def test_a_feed_that_ends_wakes_its_followers() -> None:
+    rig = Rig()
+    waiting, behind = rig.follow(), rig.follow()
+    await waiting.hear()
+    asleep = asyncio.create_task(waiting.subscription.next())
+    await asyncio.sleep(0)
+    rig.feed.end()
+    rig.apply(1, stored("more", (9, 9)))
+    for each in (asleep, behind.subscription.next()):
+        with pytest.raises(FeedEnded):
+            await each
+
+
 def test_followers_are_counted_and_leave_twice_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_FOLLOWERS", 1)
     rig = Rig()
     only = rig.follow()
     with pytest.raises(FeedFull):
         rig.follow()
-    rig.feed.leave(only.subscription)
-    rig.feed.leave(only.subscription)
+    only.subscription.leave()
+    only.subscription.leave()
     assert not rig.feed.is_followed
     rig.follow()
 

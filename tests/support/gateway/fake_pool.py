@@ -200,9 +200,9 @@ class FakePool:
         """As the real one: of `prefixes`."""
         return self.prefixes.follow(model, salt)
 
-    def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
+    def end_feeds(self) -> None:
         """As the real one."""
-        self.prefixes.leave(model, subscription)
+        self.prefixes.end_feeds()
 
     async def look(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerLook]:
         """The canned ones."""
