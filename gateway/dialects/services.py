@@ -6,7 +6,7 @@ import grpc
 
 from octavo.gateway.dialects import kserve, openengine, vllm, vllm_native
 from octavo.gateway.dialects.kserve.servicer import KserveServicer
-from octavo.gateway.dialects.openengine.servicer import OpenEngineControl, OpenEngineInference
+from octavo.gateway.dialects.openengine.servicer import EndedRequests, OpenEngineControl, OpenEngineInference
 from octavo.gateway.dialects.vllm_native.servicer import VllmControl, VllmInference
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder
@@ -29,8 +29,10 @@ def add_dialects(
     could be answered now."""
     kserve_servicer = KserveServicer(collaborators, submitter=submitter, is_ready=is_ready)
     kserve_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_servicer, server)
-    openengine_grpc.add_InferenceServicer_to_server(OpenEngineInference(collaborators, submitter=submitter), server)
-    openengine_control = OpenEngineControl(collaborators, submitter=submitter, control=control)
+    ended = EndedRequests()
+    openengine_inference = OpenEngineInference(collaborators, submitter=submitter, ended=ended)
+    openengine_grpc.add_InferenceServicer_to_server(openengine_inference, server)
+    openengine_control = OpenEngineControl(collaborators, submitter=submitter, control=control, ended=ended)
     openengine_grpc.add_ControlServicer_to_server(openengine_control, server)
     vllm_grpc.add_InferenceServicer_to_server(VllmInference(collaborators, submitter=submitter), server)
     vllm_grpc.add_ControlServicer_to_server(VllmControl(collaborators, control=control), server)

@@ -43,12 +43,32 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
 
 PROBE_TIMEOUT_S = 10.0
+MAX_ENDED = 4096  # requests that are remembered
+
+
+class EndedRequests:
+    """Keys of the requests that this gateway answered last, so that an Abort behind the end is told from one of a
+    request that never was. Bounded: the oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, None] = {}
+
+    def add(self, key: str) -> None:
+        """One has ended."""
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > MAX_ENDED:
+            del self._keys[next(iter(self._keys))]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
 
 
 class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
     """Generate. Methods raise what went wrong; the guard makes the status."""
 
-    def __init__(self, collaborators: Collaborators, *, submitter: Submitter) -> None:
+    def __init__(self, collaborators: Collaborators, *, submitter: Submitter, ended: EndedRequests) -> None:
+        self._ended = ended
         self._tracker, self._text = collaborators.tracker, collaborators.text
         self._models, self._pool = collaborators.models, collaborators.pool
         self._submitter = submitter
@@ -79,6 +99,8 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
             except RequestError as error:
                 scope.reason = row_of(error).reason
                 await tracked.write(context, events.error(error))
+            finally:
+                self._ended.add(scope.key)
 
     async def _stream(self, tracked: TrackedRequest, events: Events, context: Context) -> None:
         """An Abort gives every output that is under way what came before it, and an end."""
@@ -112,7 +134,10 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
 class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
     """What routers and operators ask."""
 
-    def __init__(self, collaborators: Collaborators, *, submitter: Submitter, control: Control) -> None:
+    def __init__(
+        self, collaborators: Collaborators, *, submitter: Submitter, control: Control, ended: EndedRequests
+    ) -> None:
+        self._ended = ended
         self._tracker, self._prefix_salt = collaborators.tracker, collaborators.prefix_salt
         self._models, self._pool = collaborators.models, collaborators.pool
         self._submitter = submitter
@@ -194,6 +219,8 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
                 await context.abort(grpc.StatusCode.NOT_FOUND, "no cache comes from another engine here")
         tell_silent(context, outcome.silent)
         if not outcome.num_ended:
+            if caller.key_of(request.request_id) in self._ended:
+                return oe.AbortResponse(status=oe.ABORT_STATUS_ALREADY_FINISHED)
             num = len(outcome.silent)
             where = f"; {num} gateway{'s' * (num > 1)} did not answer" if num else ""
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no such request is in flight{where}")

@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
+from octavo.openengine import openengine_pb2 as oe
+from octavo.openengine import openengine_pb2_grpc as oe_grpc
 from octavo.v1 import admin_pb2
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.fake_pool import FakePool
@@ -47,6 +49,16 @@ async def test_a_tenant_cannot_end_anothers_request(guarded: Any) -> None:
         await engine.Abort(stubs.vllm_engine_pb2.AbortRequest(request_ids=["r"]), metadata=as_("ann"))
         assert set(pool.cancelled) == {1}
         assert (await refused(stream)).reason == "ABORTED"
+
+
+async def test_a_tenant_does_not_learn_which_requests_of_others_have_ended(guarded: Any) -> None:
+    async with guarded(answers(5)) as served:
+        ask = oe.GenerateRequest(request_id="r", prompt="x")
+        async for _ in oe_grpc.InferenceStub(served.channel).Generate(ask, metadata=as_("ann")):
+            pass
+        control, abort = oe_grpc.ControlStub(served.channel), oe.AbortRequest(request_id="r")
+        assert (await refused(control.Abort(abort, metadata=as_("bob")))).code is C.NOT_FOUND
+        assert (await control.Abort(abort, metadata=as_("ann"))).status == oe.ABORT_STATUS_ALREADY_FINISHED
 
 
 async def test_a_caller_ends_the_request_of_its_own_that_has_the_id_and_no_other(guarded: Any, tmp_path: Path) -> None:

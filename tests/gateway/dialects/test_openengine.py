@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from octavo.gateway.dialects.openengine import servicer
 from octavo.openengine import openengine_pb2 as oe
 from octavo.openengine import openengine_pb2_grpc as oe_grpc
 from octavo.wire.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs, WireFinishReason
@@ -286,14 +287,30 @@ async def test_an_abort_gives_what_came_before_it_and_an_end(serve: Any, target:
         assert done.status == oe.ABORT_STATUS_ABORTED
         assert set(pool.cancelled) == {1, 2}
         answers = await answers_of(call)
-        gone = await refused(control.Abort(oe.AbortRequest(request_id="r1")))
+        again = await control.Abort(oe.AbortRequest(request_id="r1"))
+        never = await refused(control.Abort(oe.AbortRequest(request_id="r2")))
         none = await refused(control.Abort(oe.AbortRequest()))
         session = await refused(control.Abort(oe.AbortRequest(kv_session=oe.KvSessionRef(session_id="a"))))
     ends = [answer for answer in answers if answer.HasField("finished")]
     assert [answer.finished.reason for answer in ends] == [oe.FINISH_REASON_CANCELLED] * 2
     assert ends[-1].HasField("usage")
     codes = grpc.StatusCode
-    assert (gone.code, none.code, session.code) == (codes.NOT_FOUND, codes.INVALID_ARGUMENT, codes.NOT_FOUND)
+    assert again.status == oe.ABORT_STATUS_ALREADY_FINISHED
+    assert (never.code, none.code, session.code) == (codes.NOT_FOUND, codes.INVALID_ARGUMENT, codes.NOT_FOUND)
+
+
+async def test_an_abort_behind_the_end_is_no_error(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sidecars abort what their caller leaves, and cannot know that it has ended meanwhile."""
+    monkeypatch.setattr(servicer, "MAX_ENDED", 2)
+    ids = ("r1", "r2", "r3")
+    async with serve(speaking(70)) as served:
+        control = oe_grpc.ControlStub(served.channel)
+        for request_id in ids:
+            await answers_of(inference(served).Generate(request(request_id=request_id)))
+        forgotten = await refused(control.Abort(oe.AbortRequest(request_id="r1")))
+        done = [await control.Abort(oe.AbortRequest(request_id=each)) for each in ids[1:]]
+    assert forgotten.code is grpc.StatusCode.NOT_FOUND
+    assert [each.status for each in done] == [oe.ABORT_STATUS_ALREADY_FINISHED] * 2
 
 
 async def test_a_caller_that_leaves_frees_its_request(serve: Any) -> None:
