@@ -171,6 +171,7 @@ class GraphRunner:
             state=self.state,
         )
         self._sizes = batch_sizes(config.max_slots)
+        self._rows_B = {size: self.step.rows_B[:size] for size in self._sizes}
         self._longest = config.table_width * config.block_size
         self._recorder = make_recorder(config.launching)
         self._autotune = config.autotune
@@ -243,6 +244,10 @@ class GraphRunner:
     def decode_size(self, num_rows: int) -> int:
         """The batch size that runs for so many rows."""
         return self._sizes[bisect_left(self._sizes, num_rows)]
+
+    def decode_rows(self, size: int) -> torch.Tensor:
+        """int32: rows that a decode step of one of the batch sizes samples."""
+        return self._rows_B[size]
 
     def run_decode(self, size: int) -> None:
         """Enqueue the changes and a decode step of one of the batch sizes."""

@@ -14,6 +14,7 @@ Legend: S sampled rows · R slots · B rows of the step · X words of a row's lo
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +24,15 @@ from octavo.model.gpu.decode_step import RESULT_BYTES
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.row_changes import send_result
 from octavo.model.kernels.sampling.filter import EXHAUSTED
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner, Launching, OnProgress
+from octavo.worker.runners.cuda.graph_runner import (
+    CudaRunnerConfig,
+    GraphRunner,
+    Launching,
+    OnProgress,
+    Recorder,
+    Work,
+    make_recorder,
+)
 from octavo.worker.runners.cuda.host_copies import HostCopies, copy_one_block
 from octavo.worker.runners.cuda.sampling import LaunchedStep, SpecialRows, StepLogprobs, StepSampler, read_logprobs
 from octavo.worker.runners.cuda.staging import MixedLayout, StagedRows, StagingBuffer, worst_layout
@@ -51,7 +60,8 @@ class ResultBuffers:
 
     The kernel is in the step's own stream. A side stream would have to be waited for before the next step may overwrite
     the result, which costs the device more than these few hundred bytes (two events against about two microseconds).
-    Buffers are used in turn, one for each step in flight.
+    Buffers are used in turn, one for each step in flight. Recorded, kernel and event are one launch: by themselves they
+    take the host as long as all the rest of a launch.
 
     result: uint8 on the device, max_batch tokens (int32) and as many flags (int8). answer_BX: int32 on the device.
     """
@@ -61,26 +71,36 @@ class ResultBuffers:
         self._max_batch = len(result) // RESULT_BYTES
         is_cuda = result.is_cuda
         self._buffers = [torch.zeros_like(result, device="cpu", pin_memory=is_cuda) for _ in range(num_buffers)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._answers = [torch.zeros_like(answer_BX, device="cpu", pin_memory=is_cuda) for _ in range(num_buffers)]
-        self._events = [torch.cuda.Event() for _ in range(num_buffers)] if is_cuda else []
+        # External: recorded into a graph, each launch of it records the event anew.
+        self._events = [torch.cuda.Event(external=True) for _ in range(num_buffers)] if is_cuda else []
+        self._sends: list[Work] = [partial(self._send, turn) for turn in range(num_buffers)]
         self._turn = 0
+
+    def record(self, recorder: Recorder) -> None:
+        """Make what `send` enqueues for every step one launch."""
+        self._sends = [recorder.record(partial(self._send, turn)) for turn in range(len(self._buffers))]
 
     def send(self, *, num_answers: int) -> int:
         """Enqueue what brings the result and the first rows' log-probabilities; returns what to `wait` for."""
         turn = self._turn
-        send_result(self._result, self._buffers[turn])
         if num_answers:
             self._answers[turn][:num_answers].copy_(self._answer_BX[:num_answers], non_blocking=True)
-        if self._events:
-            self._events[turn].record()
+        self._sends[turn]()
         self._turn = (turn + 1) % len(self._buffers)
         return turn
+
+    def _send(self, turn: int) -> None:
+        send_result(self._result, self._buffers[turn])
+        if self._events:
+            self._events[turn].record()
 
     def wait(self, turn: int) -> StepOutputs:
         """Wait for that to be there."""
         if self._events:
             self._events[turn].synchronize()
-        array = self._buffers[turn].numpy()
+        array = self._arrays[turn]
         flags_B = array[4 * self._max_batch :]
         return StepOutputs(
             token_B=array[: 4 * self._max_batch].view(np.int32),
@@ -175,6 +195,7 @@ class CudaRunner:
             return 0.0
         with torch.inference_mode():
             self._step_sampler.warm_up()
+            self._results.record(make_recorder(self.config.launching))
             return self.graphs.record(on_progress)
 
     def run_all(self) -> None:
@@ -315,7 +336,7 @@ class CudaRunner:
         self._rows.set_batch(plan.decode_slots_S, size)
         self._staging.send(0)
         self.graphs.run_decode(size)
-        return self._step_sampler.started(plan, self.graphs.step.rows_B[:size], first_end=0)
+        return self._step_sampler.started(plan, self.graphs.decode_rows(size), first_end=0)
 
     def _start_mixed(self, plan: StepPlan) -> LaunchedStep:
         exact = MixedLayout.exact(plan)
