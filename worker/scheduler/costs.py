@@ -194,8 +194,8 @@ class StepPace:
     def _rates(self) -> tuple[float, float]:
         """Seconds a token, and a token attended to: least squares, neither below zero, the second no less than its
         share."""
-        (tokens, mixed), (_, attended) = self._products_22
-        of_tokens, of_attended = self._seconds_2
+        (tokens, mixed), (_, attended) = self._products_22.tolist()
+        of_tokens, of_attended = self._seconds_2.tolist()
         share, determinant = self._attended_share, tokens * attended - mixed * mixed
         if determinant > 1e-6 * tokens * attended:
             token_s = (attended * of_tokens - mixed * of_attended) / determinant

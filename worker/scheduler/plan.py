@@ -100,7 +100,9 @@ class StepPlan:
 
     @property
     def sampled_slots(self) -> np.ndarray:
-        """int32: decode slots first, then the slots of last chunks, each followed by its forks."""
+        """int32: decode slots first, then the slots of last chunks, each followed by its forks. Not to be written."""
+        if not self.prefill:
+            return self.decode_slots_S
         ends = [slot for chunk in self.prefill if chunk.is_last for slot in (chunk.slot, *chunk.forks)]
         return np.concatenate([self.decode_slots_S, np.asarray(ends, np.int32)])
 
@@ -216,9 +218,13 @@ class OutputBuffer:
         if (gateways_N == gateways_N[0]).all():
             self._tokens[GatewayIndex(int(gateways_N[0]))] = (handles_N, tokens_N)
             return
-        for gateway in np.unique(gateways_N).tolist():
-            is_its_N = gateways_N == gateway
-            self._tokens[GatewayIndex(gateway)] = (handles_N[is_its_N], tokens_N[is_its_N])
+        order_N = gateways_N.argsort(kind="stable")
+        gateways_N, handles_N, tokens_N = gateways_N[order_N], handles_N[order_N], tokens_N[order_N]
+        ends = [*(gateways_N[1:] != gateways_N[:-1]).nonzero()[0].tolist(), len(order_N) - 1]
+        start = 0
+        for end, gateway in zip(ends, gateways_N[ends].tolist(), strict=True):
+            self._tokens[GatewayIndex(gateway)] = (handles_N[start : end + 1], tokens_N[start : end + 1])
+            start = end + 1
 
     def put_logprobs(self, key: RequestKey, logprobs: TokenLogprobs) -> None:
         """For one of the tokens put in this step."""

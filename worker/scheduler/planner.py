@@ -202,13 +202,10 @@ class Planner:
         num_preempted = self._requests.counters.num_preemptions
         self._disturb(step, in_flight, now_s)
         decode_slots_S = self._schedule_decodes(in_flight, now_s)
-        budget = self._config.max_batch_tokens - len(decode_slots_S)
-        if self.pace is not None:
-            self._allowance = self.pace.allow(len(decode_slots_S), waited_s=self._longest_wait_s(now_s))
-        chunks = self._continue_prefills(budget, now_s)
-        if self._requests.counters.num_preemptions == num_preempted:
-            budget -= sum(chunk.num_tokens for chunk in chunks)
-            self._admit_waiting(budget, chunks, in_flight, now_s)
+        chunks: list[Chunk] = []
+        if self._requests.prefilling or self._requests.waiting:
+            is_undisturbed = self._requests.counters.num_preemptions == num_preempted
+            chunks = self._schedule_prompts(len(decode_slots_S), in_flight, now_s, admits=is_undisturbed)
         if not (len(decode_slots_S) or chunks or self._new_requests or self._blocks.num_awaited):
             return None
         return self._seal(step, decode_slots_S, tuple(chunks))
@@ -289,13 +286,19 @@ class Planner:
 
     # ------------------------------------------------------------ prefill
 
-    def _continue_prefills(self, budget: int, now_s: float) -> list[Chunk]:
+    def _schedule_prompts(self, num_decodes: int, in_flight: InFlight, now_s: float, *, admits: bool) -> list[Chunk]:
+        """Beside so many decodes. admits: from the queue, too."""
         chunks: list[Chunk] = []
+        budget = self._config.max_batch_tokens - num_decodes
+        if self.pace is not None:
+            self._allowance = self.pace.allow(num_decodes, waited_s=self._longest_wait_s(now_s))
         for request in sorted(self._requests.prefilling, key=lambda request: request.rank):
             if not budget or len(chunks) == self._max_chunks or self._is_spent:
                 break
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens
+        if admits:
+            self._admit_waiting(budget, chunks, in_flight, now_s)
         return chunks
 
     @property

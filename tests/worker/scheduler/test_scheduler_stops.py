@@ -156,7 +156,7 @@ def test_time_waited_counts_over_all_spells_and_makes_aged() -> None:
     assert old.rank < important.rank
 
 
-@pytest.mark.parametrize("gateways", [[0, 0, 0], [1, 0, 1]])
+@pytest.mark.parametrize("gateways", [[0, 0, 0], [1, 0, 1], [2, 0, 1], [0, 5, 5]])
 def test_news_are_grouped_by_gateway_in_the_order_of_the_rows(gateways: list[int]) -> None:
     buffer = OutputBuffer()
     handles, tokens = np.asarray([7, 8, 9], np.int64), np.asarray([70, 80, 90], np.int32)
