@@ -15,7 +15,7 @@ import numpy as np
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import Chain, PrefixIndex
-from octavo.blockmgr.tables import CopyQueue
+from octavo.blockmgr.tables import NO_COPIES, CopyQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +130,8 @@ class HostTier:
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 [C, 2] twice, for the next plan: (device, host) to copy out, all of them; (host, device) to copy in, as
         many as a plan may have. Host blocks count from 0 here."""
+        if not (self.outs or self.ins):
+            return NO_COPIES, NO_COPIES
         first = self.pool.first
         outs_C2 = np.array([(device, host - first) for host, device in self.outs.items()], np.int32).reshape(-1, 2)
         self.outs.clear()
@@ -142,7 +144,10 @@ class HostTier:
     def begin_step(self, step: int) -> None:
         """A plan is launched: what was taken for it is protected by its fence."""
         self.pool.fence.begin(step)
-        sources = np.array(self.ins.pop_taken(), np.int32)
+        taken = self.ins.pop_taken()
+        if not taken:
+            return
+        sources = np.array(taken, np.int32)
         if len(np.unique(sources)) == len(sources):
             self.pool.drop(sources)
         else:  # two device blocks got the content of one

@@ -28,10 +28,9 @@ from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import Chain, HashBlock, PrefixIndex, RootHasher, hash_block
-from octavo.blockmgr.tables import Growth, SlotTables
+from octavo.blockmgr.tables import NO_COPIES, Growth, SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)
-_NO_MOVES = np.empty((0, 2), np.int32)
 
 
 NumToUse = Callable[[np.ndarray], int]
@@ -328,7 +327,7 @@ class BlockManager:
         """int32 [C, 2] twice, copies between the tiers for the plan that is begun next: (device, host block) before
         everything else of it, and (host, device block) before anything of the plan after it. Host blocks count from
         0."""
-        return self._host.take() if self.config.num_host_blocks else (_NO_MOVES, _NO_MOVES)
+        return self._host.take() if self.config.num_host_blocks else (NO_COPIES, NO_COPIES)
 
     def distrust(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
         """A plan with these copies failed: nothing that they were to fill is found or comes back any more. The slots

@@ -63,6 +63,8 @@ class StepFence:
         passed = []
         while self._holds and self._holds[0][0] <= step:
             passed.append(self._holds.popleft())
+        if not passed:
+            return _NO_BLOCKS
         alive = self._alive(passed)
         self.discard(alive)
         return alive

@@ -181,6 +181,7 @@ class PrefixIndex:
         self._salt_of: list[str] = [""] * num_blocks
         self._block_size = block_size
         self._last_entry = _ROOT_ENTRY
+        self._entered: list[tuple[int, int, bytes]] = []  # block, entry of its parent, tokens; empty between calls
         self._memo = DigestMemo()
 
     def __len__(self) -> int:
@@ -229,22 +230,26 @@ class PrefixIndex:
         """
         self._forget_unreachable(chain)
         data, width = token_ids_T[len(chain) * self._block_size :].tobytes(), 4 * self._block_size
+        blocks = blocks[len(chain) :]
         replaced: list[int] = []
-        for i, block in enumerate(blocks[len(chain) :].tolist()):
-            if self.is_barred_P[block]:
+        for i, (block, is_barred) in enumerate(zip(blocks.tolist(), self.is_barred_P[blocks].tolist(), strict=True)):
+            if is_barred:
                 break
             token_bytes = data[i * width : (i + 1) * width]
             digest = self.hash_block(chain.digests[-1] if chain.digests else chain.root, token_bytes)
+            if digest in self.block_of:
+                self._prove_entered()
             known = self._equal_block(digest, chain, token_bytes)
             if known is None:
                 replaced += self._make_way(digest, block)
-                self._insert(block, digest, chain, token_bytes)
-                known = block
-            elif known >= self.first_host_block and self.digest_of[block] is None:
+                chain.append(digest, self._enter(block, digest, chain, token_bytes))
+                continue
+            if known >= self.first_host_block and self.digest_of[block] is None:
                 self.move(known, block)
                 replaced.append(known)
                 known = block
             chain.append(digest, int(self.entry_P[known]))
+        self._prove_entered()
         return np.array(replaced, np.int32) if replaced else _NO_BLOCKS
 
     def move(self, source: int, target: int) -> None:
@@ -334,14 +339,36 @@ class PrefixIndex:
         self.remove(np.array([other], np.int32))
         return [other]
 
-    def _insert(self, block: int, digest: bytes, chain: Chain, token_bytes: bytes) -> None:
+    def _enter(self, block: int, digest: bytes, chain: Chain, token_bytes: bytes) -> int:
+        """The block's entry, which `_prove_entered` has yet to write down."""
         parent = chain.digests[-1] if chain.digests else b""
         self._last_entry += 1
-        self.entry_P[block] = self._last_entry
-        self.parent_entry_P[block] = chain.entries[-1] if chain.entries else _ROOT_ENTRY
-        self._tokens_PB[block] = np.frombuffer(token_bytes, np.int32)
+        self._entered.append((block, chain.entries[-1] if chain.entries else _ROOT_ENTRY, token_bytes))
         self.block_of[digest] = block
         self.digest_of[block] = digest
         self._parent_of[block] = parent
         self._salt_of[block] = chain.salt
-        self.events.stored(self.stored_event(block))
+        tier = Tier.HOST if block >= self.first_host_block else Tier.DEVICE
+        self.events.stored(
+            BlockEvent(
+                kind=EventKind.STORED,
+                block_hash=digest,
+                parent_hash=parent,
+                token_ids=token_bytes,
+                salt=chain.salt,
+                tier=tier,
+            )
+        )
+        return self._last_entry
+
+    def _prove_entered(self) -> None:
+        """What proves hits on the blocks that were entered last: for all of a prompt or an output at once, since the
+        access of a single number of an array costs as much as its hash."""
+        if not self._entered:
+            return
+        blocks_N, parents_N, tokens_N = zip(*self._entered, strict=True)
+        at_N = np.array(blocks_N)
+        self.entry_P[at_N] = np.arange(self._last_entry - len(at_N), self._last_entry) + 1
+        self.parent_entry_P[at_N] = parents_N
+        self._tokens_PB[at_N] = np.frombuffer(b"".join(tokens_N), np.int32).reshape(-1, self._block_size)
+        self._entered.clear()

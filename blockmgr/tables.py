@@ -15,6 +15,8 @@ from octavo.blockmgr.prefix_index import Chain
 
 UNSET = -1
 _FIRST_CAPACITY = 256
+NO_COPIES = np.empty((0, 2), np.int32)
+"""(source, destination), none."""
 
 
 class CopyQueue:
@@ -50,6 +52,8 @@ class CopyQueue:
 
     def take(self, limit: int | None = None) -> np.ndarray:
         """int32 [C, 2], (source, destination): the copies since the last call, the oldest ``limit`` of them."""
+        if not self._source_of:
+            return NO_COPIES
         pairs = self.pending[:limit]
         self._taken_sources += [source for source, _ in pairs]
         for _, destination in pairs:
@@ -191,10 +195,12 @@ class SlotTables:
         return self.table_SM[slot, : self.num_blocks_S[slot]]
 
     def append(self, slots_S: np.ndarray, counts_S: np.ndarray, blocks: np.ndarray) -> None:
-        """Add counts_S[i] blocks to row slots_S[i], taken from ``blocks`` in order. Slots are distinct."""
-        slots_U = np.repeat(slots_S, counts_S)
-        starts_U = np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
-        columns_U = self.num_blocks_S[slots_U] + np.arange(len(blocks)) - starts_U
+        """Add counts_S[i] blocks, at least one, to row slots_S[i], from ``blocks`` in order. Slots are distinct."""
+        slots_U, columns_U = slots_S, self.num_blocks_S[slots_S]
+        if len(blocks) > len(slots_S):  # while outputs decode, rows need one each
+            slots_U = np.repeat(slots_S, counts_S)
+            starts_U = np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+            columns_U = self.num_blocks_S[slots_U] + np.arange(len(blocks)) - starts_U
         self.table_SM[slots_U, columns_U] = blocks
         self.num_blocks_S[slots_S] += counts_S.astype(np.int32)
         self.updates.append(slots_U, columns_U, blocks)
@@ -283,7 +289,7 @@ class Growth:
             self._pool.drop(np.array([source], np.int32))
 
     def _grow_rows(self, slots_R: np.ndarray, counts_R: np.ndarray) -> np.ndarray:
-        if len(np.unique(slots_R)) < len(slots_R):
+        if (slots_R[1:] <= slots_R[:-1]).any() and len(np.unique(slots_R)) < len(slots_R):
             raise ValueError("a slot was given twice")
         if (self._tables.num_blocks_S[slots_R] + counts_R > self._tables.width).any():
             raise ValueError(f"a slot does not fit a row of {self._tables.width} blocks")

@@ -60,12 +60,14 @@ def test_rows_that_cross_no_border_are_not_touched(monkeypatch: pytest.MonkeyPat
     assert full_state(manager) == before
 
 
-@pytest.mark.parametrize(("slots", "message"), [([0, 0], "given twice"), ([0, 7], r"nobody holds slots \[7\]")])
+@pytest.mark.parametrize(
+    ("slots", "message"), [([0, 0], "given twice"), ([1, 0, 1], "given twice"), ([0, 7], r"nobody holds slots \[7\]")]
+)
 def test_slots_that_make_no_sense_are_refused(slots: list[int], message: str) -> None:
-    manager, _ = make(30, [1])
+    manager, _ = make(30, [1, 1])
     before = full_state(manager)
     with pytest.raises(ValueError, match=message):
-        manager.grow_many(np.array(slots), np.full(2, 8))
+        manager.grow_many(np.array(slots), np.full(len(slots), 8))
     assert full_state(manager) == before
 
 
