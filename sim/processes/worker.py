@@ -8,7 +8,6 @@ that. Must not know what the callers want, nor why it is frozen or killed.
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -181,7 +180,7 @@ class Life:
         """What the heartbeat's thread sees: before a step's end the work, but not the step."""
         if self._computing_since is None:
             return self.engine.stats
-        return replace(self.engine.stats, num_steps=self._computing_since, num_in_flight=1)
+        return self.engine.stats._replace(num_steps=self._computing_since, num_in_flight=1)
 
     # ------------------------------------------------------------ its threads
 

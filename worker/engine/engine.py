@@ -7,7 +7,7 @@ any.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -203,7 +203,7 @@ class Engine:
         if self._scheduler.has_work and not self.stats.has_work:
             running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
             # Should this very step hang, the watchdog must know that there was work.
-            self.stats = replace(self.stats, num_running=running, num_waiting=waiting)
+            self.stats = self.stats._replace(num_running=running, num_waiting=waiting)
         self._pipeline.launch_ahead()
         self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
         self._scheduler.index_prompts()

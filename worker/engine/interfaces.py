@@ -8,7 +8,7 @@ lists.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -126,9 +126,9 @@ class StepReport:
     failed: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`.
+class EngineStats(NamedTuple):
+    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`. A tuple, as it is made
+    at every step.
 
     waiting_since_s: by the engine's clock, of the request that has waited longest; None where none waits.
     """

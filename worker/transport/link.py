@@ -232,7 +232,8 @@ class WorkerLink:
             for frame in gateway.socket.receive(MAX_DRAIN):
                 self._take(gateway, frame, received)
         for gateway in self._gateways.values():
-            self._present(gateway)
+            if gateway.registration.state is LinkState.PRESENTING:
+                self._present(gateway)
             gateway.socket.flush()
         return received
 
@@ -242,8 +243,7 @@ class WorkerLink:
             return
         if any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways.values()):
             timeout_s = min(timeout_s, 0.05)
-        ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
-        if self._wake_descriptor in ready:
+        if self._wake_descriptor in dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000))):
             os.eventfd_read(self._wake_descriptor)
 
     def wake(self) -> None:
