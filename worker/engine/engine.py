@@ -40,10 +40,9 @@ from octavo.worker.scheduler.slot_state import InFlightStep
 class StepPipeline:
     """The steps that the runner has, up to ``runner.max_in_flight``.
 
-        plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► the scheduler's outputs
+        plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► on_end(step, outputs)
 
-    on_end: called with each step once its outputs are known. send: takes the outputs of the steps that a failed launch
-    ends.
+    on_end: called with each step that has ended, in order, and with what it gave to each gateway.
     """
 
     def __init__(
@@ -53,15 +52,13 @@ class StepPipeline:
         runner: Runner,
         grammars: GrammarManager | None,
         clock: Clock,
-        on_end: Callable[[InFlightStep], None],
-        send: Callable[[StepOutputs], None],
+        on_end: Callable[[InFlightStep, StepOutputs], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._grammars = grammars
         self._clock = clock
         self._on_end = on_end
-        self._send = send
         self._launched: deque[InFlightStep] = deque()
         self._awaits_masks = False  # the newest launched step does
 
@@ -85,21 +82,19 @@ class StepPipeline:
             self._awaits_masks = self._grammars is not None and self._scheduler.constraints.any_in_newest
             self._constrain()
 
-    def collect(self) -> StepOutputs:
-        """What the oldest step gave; waits for it."""
+    def collect(self) -> None:
+        """Wait for the oldest step and hand its outputs to `on_end`. Masks that its tokens allow to be made go before
+        that: the device waits for them."""
         step = self._launched.popleft()
         try:
             result = self._runner.collect()
         except RunnerError as error:
             outputs = self._failed(step, error)
-            self._constrain()
-            self._on_end(step)
-            return outputs
-        step.ended_s = self._clock()
-        outputs = self._scheduler.apply(result, now_s=step.ended_s)
+        else:
+            step.ended_s = self._clock()
+            outputs = self._scheduler.apply(result, now_s=step.ended_s)
         self._constrain()
-        self._on_end(step)
-        return outputs
+        self._on_end(step, outputs)
 
     def _constrain(self) -> None:
         """Masks for the newest step, once the tokens of all former ones are known: until then the device is busy with
@@ -112,9 +107,8 @@ class StepPipeline:
         """The newest plan did not start: what was launched before it is collected first, for it is good."""
         refused = self._launched.pop()
         while self._launched:
-            self._send(self.collect())
-        self._send(self._failed(refused, error))
-        self._on_end(refused)
+            self.collect()
+        self._on_end(refused, self._failed(refused, error))
 
     def _failed(self, step: InFlightStep, error: RunnerError) -> StepOutputs:
         fail = self._scheduler.fail_out_of_memory if isinstance(error, RunnerOutOfMemory) else self._scheduler.fail
@@ -165,7 +159,6 @@ class Engine:
             grammars=grammars,
             clock=clock,
             on_end=self._step_ended,
-            send=self._send,
         )
         self._seq: dict[GatewayIndex, int] = {}
         self._drain_until_s: float | None = None
@@ -205,7 +198,10 @@ class Engine:
             # Should this very step hang, the watchdog must know that there was work.
             self.stats = self.stats._replace(num_running=running, num_waiting=waiting)
         self._pipeline.launch_ahead()
-        self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
+        if len(self._pipeline):
+            self._pipeline.collect()
+        else:
+            self._send(self._scheduler.flush())
         self._scheduler.index_prompts()
         self._kv_events.publish()
         self._checks.look(self._scheduler)
@@ -302,8 +298,10 @@ class Engine:
 
     # ------------------------------------------------------------ outputs
 
-    def _step_ended(self, step: InFlightStep) -> None:
+    def _step_ended(self, step: InFlightStep, outputs: StepOutputs) -> None:
+        """Its tokens leave before it is counted and audited."""
         self.num_steps += 1
+        self._send(outputs)
         plan = step.plan
         self._checks.note_step(self.num_steps)
         self._observer.on_step(

@@ -113,7 +113,7 @@ class StepReport:
     """One finished step, for metrics. Durations in seconds.
 
     step_s: from launch to the end of collect, so with two steps in flight it includes waiting for the former.
-    host_s: what the engine itself spent on plan, apply and sending (no device time).
+    host_s: from then on: applying the result, the masks of the next step, and sending (no device time).
     failed: "" or the name of the error that ended the step.
     """
 
