@@ -25,7 +25,7 @@ from bench.gateway import open_streams
 from bench.machine import this_machine
 from bench.worker.scheduler import make_steady
 from octavo.blockmgr import BlockManager, BlockManagerConfig, PrefixCache
-from octavo.gateway.workers.router import PrefixIndex
+from octavo.gateway.workers.prefix_index import PrefixIndex
 from octavo.wire.messages import KvEvent, KvEventKind
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"

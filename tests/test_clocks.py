@@ -26,7 +26,7 @@ DATES = {
     "gateway/dialects/openengine/messages.py": ["time.time_ns"],
     "gateway/observability/tracing.py": ["time.time_ns"],  # spans begin at a date
     "gateway/watching/watch.py": ["time.time"],  # when a snapshot was taken
-    "gateway/workers/router.py": ["time.time_ns"],  # where numbers of KV events begin, above a former life's
+    "gateway/workers/prefix_index.py": ["time.time_ns"],  # where numbers of KV events begin, above a former life's
 }
 
 

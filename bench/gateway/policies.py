@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 
 from bench.gateway.stand_ins import Room
-from octavo.gateway.workers.router import Candidate, PrefixIndex, choose
+from octavo.gateway.workers.prefix_index import PrefixIndex
+from octavo.gateway.workers.router import Candidate, choose
 from octavo.wire.messages import KvEvent, KvEventKind
 
 BLOCK = 16

@@ -22,7 +22,7 @@ from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.dialects.vllm.messages import KvBatches
-from octavo.gateway.workers.router import Prefixes
+from octavo.gateway.workers.prefix_index import PrefixIndexes
 from octavo.wire.codec import decode_to_gateway, encode
 from octavo.worker.engine.interfaces import KvEventPublisher, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
@@ -86,7 +86,7 @@ def tell(manager: BlockManager, sent: Frames) -> list[float]:
     return took_s
 
 
-def apply_all(prefixes: Prefixes, frames: list[bytes]) -> float:
+def apply_all(prefixes: PrefixIndexes, frames: list[bytes]) -> float:
     """As a gateway does; the longest message, in seconds."""
     model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK_SIZE)
     record: Any = SimpleNamespace(card=model, capacity=size, incarnation=1)
@@ -98,7 +98,7 @@ def apply_all(prefixes: Prefixes, frames: list[bytes]) -> float:
     return longest_s
 
 
-def leave(prefixes: Prefixes, turns: deque[Callable[[], None]]) -> float:
+def leave(prefixes: PrefixIndexes, turns: deque[Callable[[], None]]) -> float:
     """The worker is gone: all of it, and the longest turn in seconds of the thread alone."""
     longest_s = 0.0
     work: Callable[[], None] = partial(prefixes.forget, 1)
@@ -111,7 +111,7 @@ def leave(prefixes: Prefixes, turns: deque[Callable[[], None]]) -> float:
         work = turns.popleft()
 
 
-async def subscribe(prefixes: Prefixes) -> tuple[int, float]:
+async def subscribe(prefixes: PrefixIndexes) -> tuple[int, float]:
     """The state as batches; their bytes, and the longest of them in seconds."""
     subscription, batches, num_bytes, longest_s = prefixes.follow("m", ""), KvBatches(), 0, 0.0
     while True:
@@ -136,7 +136,7 @@ def main() -> None:
     print(f"{manager.num_indexed} blocks, {sum(map(len, frames)) / 1e6:.1f} MB in {len(frames)} messages")
     print(f"{len(took_s)} parts, mean {1e3 * np.mean(took_s):.2f} ms, longest {1e3 * max(took_s):.2f} ms")
     turns: deque[Callable[[], None]] = deque()
-    prefixes = Prefixes(max_nodes=1 << 20, later=turns.append)
+    prefixes = PrefixIndexes(max_nodes=1 << 20, later=turns.append)
     longest_s = timed("gateway: apply", lambda: apply_all(prefixes, frames))
     print(f"longest message {longest_s * 1e3:.1f} ms")
     num_bytes, longest_s = timed("subscriber: the state", lambda: asyncio.run(subscribe(prefixes)))

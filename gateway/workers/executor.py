@@ -7,9 +7,9 @@ import structlog
 from octavo.gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Refuse, Watch
 from octavo.gateway.workers.link import Outbox, RouterLink
 from octavo.gateway.workers.outputs import Output, Outputs
+from octavo.gateway.workers.prefix_index import PrefixIndexes
 from octavo.gateway.workers.queries import Queries
 from octavo.gateway.workers.registry import Registry
-from octavo.gateway.workers.router import Prefixes
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason
 from octavo.gateway.workers.watch import ProcessWatch
@@ -32,7 +32,7 @@ class Executor:
         registry: Registry,
         link: RouterLink,
         outputs: Outputs,
-        prefixes: Prefixes,
+        prefixes: PrefixIndexes,
         queries: Queries,
         stats: PoolStats,
         watch: ProcessWatch,

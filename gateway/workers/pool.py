@@ -20,9 +20,10 @@ from octavo.gateway.workers.executor import Executor, OnModel
 from octavo.gateway.workers.link import OnFrame, RouterLink
 from octavo.gateway.workers.migration import Migration
 from octavo.gateway.workers.outputs import Output, Outputs, new_output, num_prompt_tokens
+from octavo.gateway.workers.prefix_index import PrefixIndexes
 from octavo.gateway.workers.queries import Queries, WorkerLook, look_of
 from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
-from octavo.gateway.workers.router import Prefixes, candidates_of, choose
+from octavo.gateway.workers.router import candidates_of, choose
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, OutputSink, WorkerState, WorkerView
 from octavo.gateway.workers.watch import ProcessWatch
@@ -72,7 +73,7 @@ class WorkerPool:
         )
         self._registry = Registry(limits)
         self._outputs = Outputs(self.stats)
-        self._prefixes = Prefixes(max_nodes=config.max_prefix_nodes)
+        self._prefixes = PrefixIndexes(max_nodes=config.max_prefix_nodes)
         self._queries = Queries()
         self._migration = Migration(
             self._registry,
@@ -146,7 +147,7 @@ class WorkerPool:
 
     @property
     def index_bytes(self) -> int:
-        """That the index of prefixes takes, about."""
+        """That the prefix indexes take, about."""
         return self._prefixes.num_bytes
 
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
@@ -317,15 +318,6 @@ class WorkerPool:
         if record is None:
             self.stats.stale_messages += 1
             return []
-        return self._take_known(record, message)
-
-    def _take_heartbeat(self, message: Heartbeat, now_s: float) -> list[Decision]:
-        if self._registry.on_heartbeat(message, now_s) is not None:
-            return []
-        self.stats.stale_messages += 1
-        return self._registry.on_stale_heartbeat(message.epoch)
-
-    def _take_known(self, record: WorkerRecord, message: KvEvents | AdminReply | Leaving) -> list[Decision]:
         match message:
             case KvEvents():
                 self.stats.kv_events += len(message.events)
@@ -336,6 +328,12 @@ class WorkerPool:
             case Leaving():
                 return self._registry.on_leaving(record, message.reason)
         return []
+
+    def _take_heartbeat(self, message: Heartbeat, now_s: float) -> list[Decision]:
+        if self._registry.on_heartbeat(message, now_s) is not None:
+            return []
+        self.stats.stale_messages += 1
+        return self._registry.on_stale_heartbeat(message.epoch)
 
     def _take_register(self, peer: Peer, message: Register, now_s: float) -> list[Decision]:
         known = self._registry.find(message.worker_id)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from octavo.gateway.workers import events
 from octavo.gateway.workers.errors import FeedCut, FeedEnded, FeedFull
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind, Chunk
-from octavo.gateway.workers.router import PrefixIndex
+from octavo.gateway.workers.prefix_index import PrefixIndex
 from octavo.wire.messages import KvEvent, KvEventKind, KvTier
 
 BLOCK = 2

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from octavo.gateway.workers import router
+from octavo.gateway.workers import prefix_index
+from octavo.gateway.workers.prefix_index import PrefixIndex
 from octavo.gateway.workers.prefix_tree import PrefixTree
-from octavo.gateway.workers.router import PrefixIndex
 from tests.support.gateway.kv_events import BLOCK, ids, removed, stored
 
 Path = tuple[str | int, ...]  # a salt, then a number for each block
@@ -139,7 +139,7 @@ class FullIndexes(RuleBasedStateMachine):
     @rule()
     def drop(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(router, "PART_BLOCKS", 1)
+            patch.setattr(prefix_index, "PART_BLOCKS", 1)
             self.index.drop_part()
         self.twin.drop()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.workers.router import PART_BLOCKS, Prefixes, PrefixIndex
+from octavo.gateway.workers.prefix_index import PART_BLOCKS, PrefixIndex, PrefixIndexes
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
 from tests.support.gateway.kv_events import BLOCK, ids, removed, stored
 
@@ -175,7 +175,7 @@ def test_a_worker_that_leaves_costs_no_turn_much_and_is_found_no_more() -> None:
 
 def test_each_part_has_a_turn_of_its_own_and_an_index_goes_with_its_last_worker() -> None:
     turns: list[Callable[[], None]] = []
-    prefixes = Prefixes(max_nodes=10_000, later=turns.append)
+    prefixes = PrefixIndexes(max_nodes=10_000, later=turns.append)
     model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK)
     first, second = (SimpleNamespace(card=model, capacity=size, incarnation=n) for n in (1, 2))
     num_blocks = 3 * PART_BLOCKS

@@ -5,7 +5,8 @@ from itertools import count
 
 import numpy as np
 
-from octavo.gateway.workers.router import Candidate, PrefixIndex, choose
+from octavo.gateway.workers.prefix_index import PrefixIndex
+from octavo.gateway.workers.router import Candidate, choose
 from octavo.gateway.workers.stats import RouteReason
 from octavo.wire.messages import KvEvent, KvEventKind
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from octavo.gateway.workers.events import BlockSubscription
+from octavo.gateway.workers.prefix_index import PrefixIndexes
 from octavo.gateway.workers.queries import WorkerLook
-from octavo.gateway.workers.router import Prefixes
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import EmbeddingSink, OutputSink, WorkerState, WorkerView
 from octavo.wire.messages import AdminReply, Capacity, Finished, ModelCard, Run, TokenLogprobs, WireFinishReason
@@ -126,7 +126,7 @@ class FakePool:
     stats: PoolStats = field(default_factory=PoolStats)
     is_closed: bool = False
     index_bytes: int = 0
-    prefixes: Prefixes = field(default_factory=lambda: Prefixes(max_nodes=1000, now_us=lambda: 1000))
+    prefixes: PrefixIndexes = field(default_factory=lambda: PrefixIndexes(max_nodes=1000, now_us=lambda: 1000))
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _handles: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
