@@ -14,14 +14,8 @@ from octavo.wire.messages import Finished, Register, StepOutput, WireFinishReaso
 from octavo.wire.options import RECONNECT_MAX_MS, RECONNECT_MS
 from octavo.worker.engine.interfaces import LinkStats, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
-from octavo.worker.transport.link import (
-    GatewaySocket,
-    LinkState,
-    Received,
-    Transition,
-    WorkerLink,
-    _Gateway,
-)
+from octavo.worker.transport.link import GatewaySocket, Received, Transition, WorkerLink, _Gateway
+from octavo.worker.transport.registration import LinkState
 from sim.edges.network import Connection, Hub
 from sim.journal import Journal
 from sim.processes.runner import VOCAB_SIZE, SimClock
@@ -216,7 +210,7 @@ class SimLink(WorkerLink):
         self.on_drained(received)
         return received
 
-    def _speaking(self) -> list[_Gateway]:
+    def _readable(self) -> list[_Gateway]:
         return list(self._gateways.values())  # there is nothing to poll
 
     @property

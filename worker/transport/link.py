@@ -24,61 +24,13 @@ from octavo.wire.curve import CurveKeys, new_gateway_dealer
 from octavo.wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, LinkStats, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
+from octavo.worker.transport.registration import LinkState, Registration
 
 log = structlog.get_logger(__name__)
 MAX_BACKLOG_MESSAGES = 4_096  # besides the socket's own queue
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-REGISTER_INTERVAL_S = 0.5
 MAX_DRAIN = 1_000  # messages per gateway and call: the engine must get to its step
 Received = list[tuple[GatewayIndex, InboxMessage]]
-
-
-class LinkState(Enum):
-    OFFLINE = "offline"
-    PRESENTING = "presenting"
-    WELCOMED = "welcomed"
-
-
-class Registration:
-    """Where a worker stands with one gateway: events in, answers out. Pure; no sockets, no clocks.
-    OFFLINE ──connected──► PRESENTING ──Welcome──► WELCOMED
-       ▲                       │                      │
-       └──────disconnected─────┴──────────────────────┘
-
-    Register is repeated while PRESENTING. A Welcome of another gateway life than before ends all that life asked for.
-    """
-
-    def __init__(self) -> None:
-        self.state = LinkState.OFFLINE
-        self.gateway_id = ""
-        self._next_register_s: float | None = None
-
-    def on_connected(self) -> None:
-        """The transport stands: present yourself at once."""
-        if self.state is LinkState.OFFLINE:
-            self.state = LinkState.PRESENTING
-            self._next_register_s = None
-
-    def on_disconnected(self) -> bool:
-        """The transport broke. Whether a gateway that had welcomed us is lost with it."""
-        was_welcomed = self.state is LinkState.WELCOMED
-        self.state = LinkState.OFFLINE
-        return was_welcomed
-
-    def on_welcome(self, gateway_id: str) -> bool:
-        """Accepted. Whether a former gateway is lost by it (it restarted unseen)."""
-        is_replaced = self.state is LinkState.WELCOMED and gateway_id != self.gateway_id
-        self.state = LinkState.WELCOMED
-        self.gateway_id = gateway_id
-        return is_replaced
-
-    def takes_register(self, now_s: float) -> bool:
-        """Whether to send Register now; counts it as sent."""
-        is_early = self._next_register_s is not None and now_s < self._next_register_s
-        if self.state is not LinkState.PRESENTING or is_early:
-            return False
-        self._next_register_s = now_s + REGISTER_INTERVAL_S
-        return True
 
 
 class Transition(Enum):
@@ -227,7 +179,7 @@ class WorkerLink:
         self._lost.clear()
         if self._wanted is not self._endpoints:
             self._change(self._wanted, received)
-        for gateway in self._speaking():
+        for gateway in self._readable():
             self._take_transitions(gateway, received)
             for frame in gateway.socket.receive(MAX_DRAIN):
                 self._take(gateway, frame, received)
@@ -301,8 +253,8 @@ class WorkerLink:
             self._poller.register(gateway.socket.socket, zmq.POLLIN)
             self._poller.register(gateway.socket.monitor, zmq.POLLIN)
 
-    def _speaking(self) -> list[_Gateway]:
-        """With something to read. Most have nothing between two steps: one look at all of them."""
+    def _readable(self) -> list[_Gateway]:
+        """Gateways with something to read: one poll for all of them, since most have nothing between two steps."""
         ready = dict(self._poller.poll(0))
         return [g for g in self._gateways.values() if g.socket.socket in ready or g.socket.monitor in ready]
 

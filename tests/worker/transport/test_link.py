@@ -29,7 +29,8 @@ from octavo.wire.options import new_router
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport import link as link_module
-from octavo.worker.transport.link import REGISTER_INTERVAL_S, GatewaySocket, LinkState, WorkerLink
+from octavo.worker.transport.link import GatewaySocket, WorkerLink
+from octavo.worker.transport.registration import REGISTER_INTERVAL_S, LinkState
 from tests.support.gateway.workers import FILES, finished, register, step_output
 
 EPOCH = "e" * 32

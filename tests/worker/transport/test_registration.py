@@ -1,6 +1,6 @@
 """Where a worker stands with one gateway."""
 
-from octavo.worker.transport.link import REGISTER_INTERVAL_S, LinkState, Registration
+from octavo.worker.transport.registration import REGISTER_INTERVAL_S, LinkState, Registration
 
 
 def presenting() -> Registration:
