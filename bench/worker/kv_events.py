@@ -24,7 +24,8 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.dialects.vllm.messages import KvBatches
 from octavo.gateway.workers.prefix_index import PrefixIndexes
 from octavo.wire.codec import decode_to_gateway, encode
-from octavo.worker.engine.interfaces import KvEventPublisher, OutboxMessage
+from octavo.worker.engine.interfaces import OutboxMessage
+from octavo.worker.engine.kv_events import KvEventPublisher
 from octavo.worker.scheduler.plan import GatewayIndex
 
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from octavo.blockmgr.pool import BlockPool
-from octavo.worker.engine import interfaces
+from octavo.worker.engine import block_checks
 from octavo.worker.engine.interfaces import LinkStats
 from octavo.worker.metrics import SnapshotCollector
 from tests.support.worker.engine_rig import Rig, run_message
@@ -135,7 +135,7 @@ def count_audits(rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float) -> l
     return at
 
 
-@pytest.mark.parametrize(("num_blocks", "num_audits"), [(interfaces.AUDITED_AT_WORK, 8), (2 * 10**6, 0)])
+@pytest.mark.parametrize(("num_blocks", "num_audits"), [(block_checks.AUDITED_AT_WORK, 8), (2 * 10**6, 0)])
 def test_no_step_waits_for_the_audit_of_a_large_pool(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_audits: int
 ) -> None:
@@ -158,7 +158,7 @@ def test_an_audit_that_takes_long_waits_longer_for_a_quiet_moment(monkeypatch: p
     while len(at) == 1 and rig.now_s < worked_s + 60:
         rig.now_s += 0.1
         rig.engine.step()
-    assert 0.2 * interfaces.IDLE_PER_AUDIT - 1 < at[1] - worked_s < 0.2 * interfaces.IDLE_PER_AUDIT + 1
+    assert 0.2 * block_checks.IDLE_PER_AUDIT - 1 < at[1] - worked_s < 0.2 * block_checks.IDLE_PER_AUDIT + 1
 
 
 def test_violations_are_logged_once_and_named(monkeypatch: pytest.MonkeyPatch, logged: list[Any]) -> None:

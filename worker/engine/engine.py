@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.blockmgr.block_map import HostBlockMap
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
+from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, HostBlocks, Leaving, Pause, Resume, Run
+from octavo.worker.engine.block_checks import BlockChecks
 from octavo.worker.engine.interfaces import (
-    BlockChecks,
     Clock,
     EngineStats,
     GatewayJoined,
     GatewayLost,
     Inbox,
     InboxMessage,
-    KvEventPublisher,
     NullObserver,
     Observer,
     Outbox,
     StepReport,
-    host_blocks,
     step_output,
 )
+from octavo.worker.engine.kv_events import KvEventPublisher
 from octavo.worker.grammar.manager import GrammarManager
 from octavo.worker.runners.interface import Runner, RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs
@@ -231,7 +231,7 @@ class Engine:
     def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
         now_s = self._clock()
         if not isinstance(message, AdminQuery) or message.flush_prefix_cache:
-            self._checks.note_work()
+            self._checks.is_audit_due = True
         match message:
             case Run():
                 self._add(gateway, message, now_s)
@@ -282,7 +282,7 @@ class Engine:
             blocks_per_cell=block_map.blocks_per_cell if block_map else 0,
             cells=block_map.cells_C.tobytes() if block_map else b"",
             num_shared_blocks=block_map.num_shared if block_map else 0,
-            host=host_blocks(self._blocks.map_host(query.max_cells)) if block_map else None,
+            host=_host_blocks(self._blocks.map_host(query.max_cells)) if block_map else None,
             handles=np.array([handle for handle, _, _ in rows], "<i8").tobytes(),
             phases=bytes(phase for _, phase, _ in rows),
             held_blocks=np.array([num_blocks for _, _, num_blocks in rows], "<i4").tobytes(),
@@ -355,3 +355,17 @@ class Engine:
             num_decode_tokens=counters.num_decode_tokens,
             num_generated_tokens=counters.num_generated_tokens,
         )
+
+
+def _host_blocks(found: HostBlockMap | None) -> HostBlocks | None:
+    """As a message; None where there is no second tier."""
+    if found is None:
+        return None
+    return HostBlocks(
+        num_blocks=found.num_blocks,
+        num_free=found.num_free,
+        num_cached=found.num_cached,
+        num_swapped=found.num_swapped,
+        blocks_per_cell=found.blocks_per_cell,
+        cells=found.cells_C.tobytes(),
+    )

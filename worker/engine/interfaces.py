@@ -1,32 +1,19 @@
-"""What goes into the engine and what comes out of it: the protocols of transport, clock and observers, the messages of
-the wire that say what the scheduler and the block manager have done, and whether every block is where it should be.
+"""What goes into the engine and what comes out of it: messages, and the protocols of transport, clock and observers.
 
 The engine and its scheduler know no sockets; `worker.transport.link` implements these over ZeroMQ, tests by plain
 lists.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import structlog
-
-from octavo.blockmgr.block_map import HostBlockMap
-from octavo.blockmgr.changes import BlockEvent, EventKind, IndexWalk
-from octavo.blockmgr.ids import Tier
-from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import (
     AdminQuery,
     AdminReply,
     Cancel,
     Drain,
     Finished,
-    HostBlocks,
-    KvEvent,
-    KvEventKind,
     KvEvents,
-    KvTier,
     Leaving,
     Pause,
     Resume,
@@ -34,19 +21,6 @@ from octavo.wire.messages import (
     StepOutput,
 )
 from octavo.worker.scheduler.plan import GatewayIndex, GatewayOutput
-from octavo.worker.scheduler.scheduler import Scheduler
-
-log = structlog.get_logger(__name__)
-
-RECOUNT_S = 1.0  # that recounting all blocks may take while steps are made,
-RECOUNT_LOOK_S = 0.1  # and at least between two looks at a part of them
-IDLE_S = 0.25  # without work, after which an audit delays no step,
-IDLE_PER_AUDIT = 50  # and so many times what the last one took: who asks right then waits for it
-AUDITED_AT_WORK = 1 << 14
-"""Blocks that are audited between two steps, in a few milliseconds; larger pools only where there is no work."""
-MAX_EVENTS_PER_MESSAGE = 512  # some milliseconds of the gateway's loop, and far from what a frame may hold
-_RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
-MAX_PART_BLOCKS = 256  # 1 to 3 ms of the engine's thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,154 +176,3 @@ def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> St
             handle: embedding_D.astype("<f4", copy=False).tobytes() for handle, embedding_D in output.embeddings.items()
         },
     )
-
-
-def kv_events(events: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
-    """Changes of the prefix cache, in messages of a bounded size."""
-    for begin in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
-        some = events[begin : begin + MAX_EVENTS_PER_MESSAGE]
-        yield KvEvents(epoch=epoch, events=tuple(_kv_event(event) for event in some))
-
-
-def _kv_event(event: BlockEvent) -> KvEvent:
-    return KvEvent(
-        kind=KvEventKind.STORED if event.kind is EventKind.STORED else _RARE_KINDS[event.kind],
-        block_hash=event.block_hash,
-        parent_hash=event.parent_hash,
-        token_ids=event.token_ids,
-        salt=event.salt,
-        tier=KvTier.HOST if event.tier is Tier.HOST else KvTier.DEVICE,
-    )
-
-
-def host_blocks(found: HostBlockMap | None) -> HostBlocks | None:
-    """The second tier for who looks; None where there is none."""
-    if found is None:
-        return None
-    return HostBlocks(
-        num_blocks=found.num_blocks,
-        num_free=found.num_free,
-        num_cached=found.num_cached,
-        num_swapped=found.num_swapped,
-        blocks_per_cell=found.blocks_per_cell,
-        cells=found.cells_C.tobytes(),
-    )
-
-
-class KvEventPublisher:
-    """Sends gateways what is cached here: every change at once, and to those that join all the rest, in parts of a
-    bounded size, one a step.
-
-    A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they
-    like (`blockmgr.changes`). Gateways that join together take turns: a step never waits for more than one part.
-    epoch: of this life of the process.
-    """
-
-    def __init__(self, blocks: BlockManager, outbox: Outbox, *, epoch: str) -> None:
-        self._blocks = blocks
-        self._outbox = outbox
-        self._epoch = epoch
-        self._walks: OrderedDict[GatewayIndex, IndexWalk] = OrderedDict()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a gateway has not got everything yet."""
-        return bool(self._walks)
-
-    def begin(self, gateway: GatewayIndex) -> None:
-        """It knows nothing, or what is no longer so. What has changed before is sent first, to the others."""
-        self._publish_changes()
-        self._walks.pop(gateway, None)
-        if self._blocks.num_indexed:
-            self._walks[gateway] = self._blocks.walk_events()
-            self._put(gateway, [BlockEvent(kind=EventKind.CLEARED)])
-
-    def end(self, gateway: GatewayIndex) -> None:
-        """The gateway is gone. Idempotent."""
-        self._walks.pop(gateway, None)
-
-    def _publish_changes(self) -> None:
-        for message in kv_events(self._blocks.take_events(), epoch=self._epoch):
-            self._outbox.put_all(message)
-
-    def publish(self) -> None:
-        """All changes since the last call to every gateway, and then a part to the one that has waited longest."""
-        self._publish_changes()
-        if not self._walks:
-            return
-        gateway, walk = self._walks.popitem(last=False)
-        events = walk.take(MAX_PART_BLOCKS)
-        if len(events) == MAX_PART_BLOCKS:
-            self._walks[gateway] = walk
-        self._put(gateway, events)
-
-    def _put(self, gateway: GatewayIndex, events: list[BlockEvent]) -> None:
-        for message in kv_events(events, epoch=self._epoch):
-            self._outbox.put(gateway, message)
-
-
-class BlockChecks:
-    """Looks whether every block is where it should be, and delays no step by it.
-
-        work       a part of the blocks is recounted now and then; pools of up to AUDITED_AT_WORK blocks are audited
-                   whole every audit_every_steps steps
-        no work    one audit, after a while that is long against what it takes: who asks right then waits for it
-
-    num_leaked, violations: as found last. audit_every_steps 0: recounts alone.
-    """
-
-    def __init__(self, blocks: BlockManager, clock: Clock, *, audit_every_steps: int) -> None:
-        self.num_leaked = 0
-        self.violations: tuple[str, ...] = ()
-        self._blocks = blocks
-        self._clock = clock
-        self._every = audit_every_steps
-        self._recount = blocks.recount()
-        self._look_every_s = max(RECOUNT_S / len(self._recount), RECOUNT_LOOK_S)
-        self._is_small = blocks.config.num_blocks + blocks.config.num_host_blocks <= AUDITED_AT_WORK
-        self._looked_s = self._worked_s = clock()
-        self._audit_s = 0.0  # that the last one took
-        self._is_audit_due = False
-
-    def note_work(self) -> None:
-        """Something has been done since the last audit."""
-        self._is_audit_due = True
-
-    def note_step(self, num_steps: int) -> None:
-        """The step of this number has ended."""
-        self._is_audit_due = True
-        if self._every and num_steps % self._every == 0 and self._is_small:
-            self.audit()
-
-    def look(self, scheduler: Scheduler) -> None:
-        """Between two steps: what is due."""
-        now_s = self._clock()
-        if scheduler.has_work:
-            self._worked_s = now_s
-            if now_s - self._looked_s >= self._look_every_s:
-                self._looked_s = now_s
-                self._count(self._recount.look)
-        elif self._is_audit_due and now_s - self._worked_s >= max(IDLE_S, IDLE_PER_AUDIT * self._audit_s):
-            self._is_audit_due = False
-            if self._every:
-                self.audit()
-            else:
-                self._count(self._recount.look_at_all)
-
-    def audit(self) -> tuple[str, ...]:
-        """Recount everything now; what is wrong, which is logged once."""
-        began_s = self._clock()
-        audit, former = self._blocks.audit(), self.violations
-        self._audit_s = self._clock() - began_s
-        self.num_leaked, self.violations = audit.num_leaked, audit.violations
-        if audit.violations and audit.violations != former:
-            log.error("audit_failed", num_leaked_blocks=audit.num_leaked, violations=audit.violations)
-        return audit.violations
-
-    def _count(self, look: Callable[[], None]) -> None:
-        former = self._recount.num_leaked
-        look()
-        if self._recount.num_leaked < former:
-            self.num_leaked = self._recount.num_leaked
-        elif self._recount.num_leaked > former:
-            self.audit()  # which names them

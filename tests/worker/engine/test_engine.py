@@ -19,7 +19,7 @@ from octavo.wire.messages import (
     SamplingParams,
     WireFinishReason,
 )
-from octavo.worker.engine import interfaces as kv_events
+from octavo.worker.engine import kv_events
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
 from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults

@@ -1,0 +1,85 @@
+"""The prefix cache's changes as KV events for the gateways."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from octavo.blockmgr.changes import BlockEvent, EventKind, IndexWalk
+from octavo.blockmgr.ids import Tier
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
+from octavo.worker.engine.interfaces import Outbox
+from octavo.worker.scheduler.plan import GatewayIndex
+
+MAX_EVENTS_PER_MESSAGE = 512  # some milliseconds of the gateway's loop, and far from what a frame may hold
+MAX_PART_BLOCKS = 256  # 1 to 3 ms of the engine's thread
+_RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
+
+
+class KvEventPublisher:
+    """Sends gateways what is cached here: every change at once, and to those that join all the rest, in parts of a
+    bounded size, one a step.
+
+    A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they
+    like (`blockmgr.changes`). Gateways that join together take turns: a step never waits for more than one part.
+    epoch: of this life of the process.
+    """
+
+    def __init__(self, blocks: BlockManager, outbox: Outbox, *, epoch: str) -> None:
+        self._blocks = blocks
+        self._outbox = outbox
+        self._epoch = epoch
+        self._walks: OrderedDict[GatewayIndex, IndexWalk] = OrderedDict()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a gateway has not got everything yet."""
+        return bool(self._walks)
+
+    def begin(self, gateway: GatewayIndex) -> None:
+        """It knows nothing, or what is no longer so. What has changed before is sent first, to the others."""
+        self._publish_changes()
+        self._walks.pop(gateway, None)
+        if self._blocks.num_indexed:
+            self._walks[gateway] = self._blocks.walk_events()
+            self._put(gateway, [BlockEvent(kind=EventKind.CLEARED)])
+
+    def end(self, gateway: GatewayIndex) -> None:
+        """The gateway is gone. Idempotent."""
+        self._walks.pop(gateway, None)
+
+    def publish(self) -> None:
+        """All changes since the last call to every gateway, and then a part to the one that has waited longest."""
+        self._publish_changes()
+        if not self._walks:
+            return
+        gateway, walk = self._walks.popitem(last=False)
+        events = walk.take(MAX_PART_BLOCKS)
+        if len(events) == MAX_PART_BLOCKS:
+            self._walks[gateway] = walk
+        self._put(gateway, events)
+
+    def _publish_changes(self) -> None:
+        for message in kv_events(self._blocks.take_events(), epoch=self._epoch):
+            self._outbox.put_all(message)
+
+    def _put(self, gateway: GatewayIndex, events: list[BlockEvent]) -> None:
+        for message in kv_events(events, epoch=self._epoch):
+            self._outbox.put(gateway, message)
+
+
+def kv_events(events: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
+    """Changes of the prefix cache, in messages of a bounded size."""
+    for begin in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
+        some = events[begin : begin + MAX_EVENTS_PER_MESSAGE]
+        yield KvEvents(epoch=epoch, events=tuple(_kv_event(event) for event in some))
+
+
+def _kv_event(event: BlockEvent) -> KvEvent:
+    return KvEvent(
+        kind=KvEventKind.STORED if event.kind is EventKind.STORED else _RARE_KINDS[event.kind],
+        block_hash=event.block_hash,
+        parent_hash=event.parent_hash,
+        token_ids=event.token_ids,
+        salt=event.salt,
+        tier=KvTier.HOST if event.tier is Tier.HOST else KvTier.DEVICE,
+    )
