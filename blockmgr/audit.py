@@ -126,7 +126,7 @@ def _holders(tables: SlotTables, copies: CopyQueue) -> np.ndarray:
 
 
 def _host_holders(host: HostTier) -> np.ndarray:
-    held = [parcel.blocks for parcel in host.parcels.values()]
+    held = [request.blocks for request in host.swapped.values()]
     return np.concatenate([*held, np.array(host.ins.sources, np.int32)])
 
 
@@ -242,5 +242,5 @@ def _check_slots(tables: SlotTables, chains: dict[int, Chain], host: HostTier) -
     for slot in live:
         if slot in chains and len(chains[slot]) > tables.num_blocks_S[slot]:
             yield f"slot {slot} has committed more blocks than it holds"
-    if set(owners.values()) & set(host.parcels):
+    if set(owners.values()) & set(host.swapped):
         yield "a request holds a slot and is swapped out"

@@ -75,8 +75,8 @@ def map_host_blocks(tier: HostTier, max_cells: int) -> HostBlockMap | None:
     if not pool.num_blocks:
         return None
     states_P = np.full(pool.first + pool.num_blocks, HostBlockState.COPYING, np.uint8)
-    for parcel in tier.parcels.values():
-        states_P[parcel.blocks] = HostBlockState.SWAPPED
+    for request in tier.swapped.values():
+        states_P[request.blocks] = HostBlockState.SWAPPED
     states_P[pool.lru.to_array()] = HostBlockState.CACHED
     states_P[pool.blank_blocks()] = HostBlockState.FREE
     states_P[[*tier.outs, *tier.ins.sources]] = HostBlockState.COPYING

@@ -4,8 +4,8 @@
     a device block    may be handed out by the very plan that copies it out
     a host block      may be copied from by a plan as soon as its copy out is queued
 
-A block is *awaited* while its copy in is queued: no plan has it, so no step may read it yet. Parcels are what preempted
-requests have left here, under their names. It must not know rows, nor what a request is.
+A block is *awaited* while its copy in is queued: no plan has it, so no step may read it yet. What preempted requests
+have left here is kept under their ids. It must not know rows, nor what a request is.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from octavo.blockmgr.tables import NO_COPIES, CopyQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """All that a request had on the device. blocks: of the host, int32, head first; the parcel owns one reference to
-    each. num_tokens: how many they hold."""
+class SwappedRequest:
+    """All that a preempted request had on the device. blocks: of the host, int32, head first; this owns one reference
+    to each. num_tokens: how many they hold."""
 
     blocks: np.ndarray
     chain: Chain
@@ -29,10 +29,10 @@ class Parcel:
 
 
 class HostTier:
-    """Host blocks, copies and parcels. num_copied_out, num_copied_in: blocks that plans were given so far.
+    """Host blocks, copies and swapped requests. num_copied_out, num_copied_in: blocks that plans were given so far.
 
-    outs: device block by host block that it goes to, for the next plan. ins: copies from host to device blocks; the
-    queue owns a reference to each source.
+    swapped: by request id. outs: device block by host block that it goes to, for the next plan. ins: copies from host
+    to device blocks; the queue owns a reference to each source.
     """
 
     def __init__(self, device: BlockPool, pool: BlockPool, index: PrefixIndex, *, max_copies_in: int) -> None:
@@ -40,7 +40,7 @@ class HostTier:
         self.outs: dict[int, int] = {}
         self.ins = CopyQueue()
         self.is_awaited_P = np.zeros(device.num_blocks, np.bool_)
-        self.parcels: dict[str, Parcel] = {}
+        self.swapped: dict[str, SwappedRequest] = {}
         self.num_copied_out = self.num_copied_in = 0
         self._device = device
         self._index = index
@@ -48,21 +48,21 @@ class HostTier:
 
     # ------------------------------------------------------------ out
 
-    def keep(self, victims: np.ndarray) -> None:
-        """Carry cached device blocks over before they are handed out: as many as there is room for, the last ones to be
-        given up first."""
+    def offload(self, victims: np.ndarray) -> None:
+        """Carry cached device blocks, int32, over before they are handed out: as many as there is room for, of the
+        victims those that were used last."""
         num = min(len(victims), self.pool.num_available)
         if not num:
             return
-        kept = victims[len(victims) - num :]
+        latest = victims[len(victims) - num :]
         blocks = self._take(num)
-        for source, target in zip(kept.tolist(), blocks.tolist(), strict=True):
+        for source, target in zip(latest.tolist(), blocks.tolist(), strict=True):
             self._index.move(source, target)
             self._queue_out(source, target)
         self.pool.drop(blocks)  # least recently used first, as they were there
 
-    def pack(self, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int) -> None:
-        """A parcel of a row's device blocks, int32, which the caller releases afterwards. OutOfBlocks.
+    def swap_out(self, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int) -> None:
+        """Copy a row's device blocks, int32, which the caller releases afterwards. OutOfBlocks.
 
         origins: where the content of each is now. The entry of a block that no other slot holds goes with it.
         """
@@ -71,25 +71,26 @@ class HostTier:
         num_new = int(np.count_nonzero(~is_awaited))
         if num_new > self.pool.num_available:
             raise OutOfBlocks(wanted=num_new, free=self.pool.num_available)
-        self._share_each(sources)
-        packed = np.empty(len(blocks), np.int32)
-        packed[is_awaited], packed[~is_awaited] = sources, self._take(num_new)
+        self.share(sources)
+        targets = np.empty(len(blocks), np.int32)
+        targets[is_awaited], targets[~is_awaited] = sources, self._take(num_new)
         for i in np.flatnonzero(~is_awaited).tolist():
-            block, target = int(blocks[i]), int(packed[i])
+            block, target = int(blocks[i]), int(targets[i])
             self._queue_out(origins[i], target)
             if self._index.is_barred_P[block]:
-                self._index.bar(packed[i : i + 1])
+                self._index.bar(targets[i : i + 1])
             elif self._device.ref_P[block] == 1 and self._index.digest_of[block] is not None:
                 self._index.move(block, target)
-        self.parcels[request_id] = Parcel(blocks=packed, chain=chain, num_tokens=num_tokens)
+        self.swapped[request_id] = SwappedRequest(blocks=targets, chain=chain, num_tokens=num_tokens)
 
     # ------------------------------------------------------------ in
 
-    def hold(self, blocks: np.ndarray) -> None:
-        """References to host blocks that are about to be copied in, so that they are not given away meanwhile."""
-        self._share_each(blocks)
+    def share(self, blocks: np.ndarray) -> None:
+        """One more reference to each of these host blocks, so that they are not given away meanwhile."""
+        if len(blocks):
+            self.pool.share(blocks)
 
-    def bring(self, sources: np.ndarray, targets: np.ndarray) -> None:
+    def copy_in(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Queue copies into device blocks that the caller has just allocated. The queue takes over the caller's
         references to the sources; entries of the index come along."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -100,9 +101,9 @@ class HostTier:
                 self._index.bar(np.array([target], np.int32))
         self.is_awaited_P[targets] = True
 
-    def abandon(self, blocks: np.ndarray) -> None:
-        """Forget the copies into those of these device blocks that are awaited: their last holder lets them go. What
-        they were to hold stays on the host."""
+    def cancel_copies_in(self, blocks: np.ndarray) -> None:
+        """Forget the copies into those of these device blocks that are awaited: their last owner releases them. Their
+        content stays on the host."""
         awaited = blocks[self.is_awaited_P[blocks]]
         self.is_awaited_P[awaited] = False
         for block in awaited.tolist():
@@ -111,19 +112,15 @@ class HostTier:
                 self._index.move(block, source)
             self.pool.drop(np.array([source], np.int32))
 
-    def unpack(self, request_id: str) -> Parcel | None:
-        """Take a parcel out; its references are the caller's then."""
-        return self.parcels.pop(request_id, None)
+    def pop_swapped(self, request_id: str) -> SwappedRequest | None:
+        """What was swapped out for a request, whose references are the caller's then; None where nothing was."""
+        return self.swapped.pop(request_id, None)
 
-    def throw_away(self, request_id: str) -> None:
-        """This parcel is not wanted any more. Idempotent."""
-        parcel = self.unpack(request_id)
-        if parcel is not None:
-            self.drop_each(parcel.blocks[::-1])
-
-    def drop_each(self, blocks: np.ndarray) -> None:
-        """Give references back."""
-        self.pool.drop(blocks)
+    def drop_swapped(self, request_id: str) -> None:
+        """What was swapped out for a request is not wanted any more. Idempotent."""
+        swapped = self.pop_swapped(request_id)
+        if swapped is not None:
+            self.pool.drop(swapped.blocks[::-1])
 
     # ------------------------------------------------------------ plans
 
@@ -158,14 +155,14 @@ class HostTier:
         """It has run."""
         self.pool.end_step(step)
 
-    def distrust(self, host_blocks: np.ndarray) -> None:
-        """These blocks, counted from 0, do not hold what was to be copied into them: they are not found any more, and
-        parcels with them are thrown away."""
+    def invalidate(self, host_blocks: np.ndarray) -> None:
+        """These host blocks, counted from 0, do not hold what was to be copied into them: they leave the index, and
+        swapped requests that have one are dropped whole."""
         blocks = (host_blocks + self.pool.first).astype(np.int32)
         self.pool.forget(blocks)
-        lost = [name for name, parcel in self.parcels.items() if np.isin(parcel.blocks, blocks).any()]
+        lost = [name for name, request in self.swapped.items() if np.isin(request.blocks, blocks).any()]
         for name in lost:
-            self.throw_away(name)
+            self.drop_swapped(name)
 
     # ------------------------------------------------------------ inside
 
@@ -176,7 +173,3 @@ class HostTier:
     def _queue_out(self, source: int, target: int) -> None:
         self.outs.pop(target, None)  # what it was to get before is not needed any more
         self.outs[target] = source
-
-    def _share_each(self, blocks: np.ndarray) -> None:
-        if len(blocks):
-            self.pool.share(blocks)

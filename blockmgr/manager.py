@@ -71,7 +71,7 @@ class BlockManager:
         host_pool = BlockPool(config.num_host_blocks, self._index, first=config.num_blocks)
         self._host = HostTier(self._pool, host_pool, self._index, max_copies_in=config.max_copies_in)
         if config.num_host_blocks:
-            self._pool.keep = self._host.keep
+            self._pool.offload = self._host.offload
         self._tables = SlotTables(config.max_slots, config.max_blocks_per_slot)
         self._chains: dict[int, Chain] = {}
         self._growth = Growth(config.block_size, self._tables, self._pool, self._chains)
@@ -119,9 +119,9 @@ class BlockManager:
 
     def num_resident(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
         """Blocks on the device that `admit` could share. Changes nothing."""
-        parcel = self._host.parcels.get(request_id)
-        if parcel is not None:
-            return sum(self._index.device_block(parcel.chain, i) is not None for i in range(len(parcel.blocks)))
+        swapped = self._host.swapped.get(request_id)
+        if swapped is not None:
+            return sum(self._index.device_block(swapped.chain, i) is not None for i in range(len(swapped.blocks)))
         return int(np.count_nonzero(self._find(token_ids_T, salt)[0] < self.config.num_blocks))
 
     def admit(
@@ -143,7 +143,7 @@ class BlockManager:
         self._tables.check_new(request_id)
         if not self._growth.blocks_for(len(token_ids_T)):
             raise ValueError("no tokens")
-        if request_id in self._host.parcels:
+        if request_id in self._host.swapped:
             return self._admit_swapped(request_id, reserve_tokens or 0)
         hits, chain = self._find(token_ids_T if lookup is PrefixLookup.LONGEST else token_ids_T[:1], salt)
         is_on_host = hits >= self.config.num_blocks
@@ -153,7 +153,7 @@ class BlockManager:
         self._check_room(hits[~is_on_host], len(hits), reserve_tokens or 0)
         self._pool.share(hits[~is_on_host])
         if is_on_host.any():
-            self._host.hold(hits[is_on_host])
+            self._host.share(hits[is_on_host])
         admission = self._place(request_id, chain, hits, len(hits) * self.config.block_size, reserve_tokens or 0)
         self.num_queried_tokens += len(token_ids_T)
         self.num_hit_tokens += admission.num_cached_tokens
@@ -161,17 +161,17 @@ class BlockManager:
 
     def _admit_swapped(self, request_id: str, reserve_tokens: int) -> Admission:
         """What others hold on the device meanwhile is shared again."""
-        parcel = self._host.parcels[request_id]
-        blocks = parcel.blocks.copy()
+        swapped = self._host.swapped[request_id]
+        blocks = swapped.blocks.copy()
         for i in range(len(blocks)):
-            resident = self._index.device_block(parcel.chain, i)
+            resident = self._index.device_block(swapped.chain, i)
             blocks[i] = blocks[i] if resident is None else resident
         resident_blocks = blocks[blocks < self.config.num_blocks]
         self._check_room(resident_blocks, len(blocks), reserve_tokens)
-        self._host.unpack(request_id)
+        self._host.pop_swapped(request_id)
         self._pool.share(resident_blocks)
-        self._host.drop_each(parcel.blocks[blocks < self.config.num_blocks])
-        return self._place(request_id, parcel.chain, blocks, parcel.num_tokens, reserve_tokens)
+        self._host.pool.drop(swapped.blocks[blocks < self.config.num_blocks])
+        return self._place(request_id, swapped.chain, blocks, swapped.num_tokens, reserve_tokens)
 
     def _check_room(self, shared: np.ndarray, num_blocks: int, reserve_tokens: int) -> None:
         """OutOfBlocks where a row of num_blocks, grown as reserved, does not fit beside what it shares."""
@@ -191,7 +191,7 @@ class BlockManager:
         row[: len(blocks)][is_on_host] = new[: len(new) - num_more]
         slot = self._open(request_id, chain, row)
         if is_on_host.any():
-            self._host.bring(blocks[is_on_host], row[: len(blocks)][is_on_host])
+            self._host.copy_in(blocks[is_on_host], row[: len(blocks)][is_on_host])
         return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=int(is_on_host.sum()))
 
     @property
@@ -217,12 +217,12 @@ class BlockManager:
         row = self._tables.row(slot)[: self._growth.blocks_for(num_tokens)].copy()
         origins = [self._growth.copies.origin(block) for block in row.tolist()]
         chain = self._chains[slot]
-        self._host.pack(request_id, row, origins, chain.fork(min(len(chain), len(row))), num_tokens)
+        self._host.swap_out(request_id, row, origins, chain.fork(min(len(chain), len(row))), num_tokens)
         self.release(slot, request_id)
 
-    def throw_away(self, request_id: str) -> None:
+    def drop_swapped(self, request_id: str) -> None:
         """What was swapped out for a request is not wanted any more. Idempotent."""
-        self._host.throw_away(request_id)
+        self._host.drop_swapped(request_id)
 
     def fork(self, parent_slot: int, request_id: str, *, num_tokens: int) -> SlotId:
         """A slot for a child that shares the parent's first ``num_tokens`` tokens and every block that holds them.
@@ -243,7 +243,7 @@ class BlockManager:
             return
         blocks = self._tables.give_back(slot)
         del self._chains[slot]
-        self._host.abandon(blocks[self._pool.ref_P[blocks] == 1])
+        self._host.cancel_copies_in(blocks[self._pool.ref_P[blocks] == 1])
         self._pool.drop(blocks[::-1])
         unowned = blocks[self._pool.ref_P[blocks] == 0]
         self._growth.drop_sources(self._growth.copies.cancel(unowned))
@@ -329,12 +329,12 @@ class BlockManager:
         0."""
         return self._host.take() if self.config.num_host_blocks else (NO_COPIES, NO_COPIES)
 
-    def distrust(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
+    def invalidate_copies(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
         """A plan with these copies failed: nothing that they were to fill is found or comes back any more. The slots
         that hold such blocks on the device."""
         targets = copies_in_C2[:, 1]
         if len(copies_out_C2):
-            self._host.distrust(copies_out_C2[:, 1])
+            self._host.invalidate(copies_out_C2[:, 1])
         if not len(targets):
             return []
         self._index.bar(targets)

@@ -188,15 +188,15 @@ class BlockPool:
     Order in which free blocks are handed out: blank ones first, last released first (at the start: rising ids); then
     cached ones, least recently released first, within one release the tail of the row before its head.
 
-    keep: called with cached blocks, still in the index, before they leave it to be handed out; it may carry their
-    entries elsewhere.
+    offload: called with cached blocks, still in the index, before they leave it to be handed out; it may carry their
+    entries to another tier's blocks.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex, *, first: int = 0) -> None:
         self.first = first
         self.num_blocks = num_blocks
         self.index = index
-        self.keep: Callable[[np.ndarray], None] | None = None
+        self.offload: Callable[[np.ndarray], None] | None = None
         self.ref_P = np.zeros(first + num_blocks, np.int32)
         self.lru = LruQueue(first + num_blocks)
         self.fence = StepFence(first + num_blocks)
@@ -296,8 +296,8 @@ class BlockPool:
 
     def _evict(self, num: int) -> np.ndarray:
         victims = self.lru.pop(num)
-        if self.keep is not None:
-            self.keep(victims)
+        if self.offload is not None:
+            self.offload(victims)
         self.index.remove(victims)
         self.num_evicted_blocks += num
         return victims

@@ -277,7 +277,7 @@ class Life:
         journal.check(total == self._config.num_blocks, lambda: f"{total} blocks of {self._config.num_blocks}")
         host, wait = blocks.host, {request.block_owner for request in self.scheduler.requests if request.slot is None}
         journal.check(
-            host.parcels.keys() <= wait, lambda: f"{sorted(host.parcels.keys() - wait)} left blocks on the host"
+            host.swapped.keys() <= wait, lambda: f"{sorted(host.swapped.keys() - wait)} left blocks on the host"
         )
         journal.counts["copied out"] = max(journal.counts["copied out"], host.num_copied_out)
         journal.counts["copied in"] = max(journal.counts["copied in"], host.num_copied_in)

@@ -89,7 +89,7 @@ def test_a_map_without_cells_is_an_error_of_ours() -> None:
 def recount(blocks: BlockManager) -> list[int]:
     """Both tiers, block by block: the states of the device's, then those of the host's."""
     tier, states = blocks.host, []
-    packed = {block for parcel in tier.parcels.values() for block in parcel.blocks.tolist()}
+    packed = {block for request in tier.swapped.values() for block in request.blocks.tolist()}
     to_copy = {*tier.outs, *tier.ins.sources}
     for pool, is_host in ((blocks._pool, False), (tier.pool, True)):
         blank, cached = set(pool.blank_blocks().tolist()), set(pool.lru.to_array().tolist())
@@ -152,7 +152,7 @@ def test_every_state_of_the_second_tier_is_seen_and_counted() -> None:
     blocks.end_step(3)
     assert sorted(host_states(blocks)) == [free, swapped, swapped, copying]
     run_step(blocks, 4)
-    blocks.throw_away("b")
+    blocks.drop_swapped("b")
     assert host_states(blocks) == [free] * 4
     assert blocks.audit().violations == ()
 
@@ -172,7 +172,7 @@ def test_both_maps_are_those_of_a_recount_whatever_happens(seed: int) -> None:
             slot = blocks.admit(name, tokens, reserve_tokens=len(tokens)).slot
             running[name] = (slot, tokens)
         except (OutOfBlocks, OutOfSlots):
-            blocks.throw_away(name)
+            blocks.drop_swapped(name)
         seen |= set(host_states(blocks))
         blocks.take_moves()
         blocks.begin_step(step)

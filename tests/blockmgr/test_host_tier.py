@@ -134,11 +134,11 @@ def test_a_failed_plan_did_none_of_its_copies(make_manager: MakeManager) -> None
     serve(manager, "a", A)
     serve(manager, "b", B[:31])
     outs_C2, ins_C2 = manager.take_moves()
-    assert manager.distrust(outs_C2, ins_C2) == []
+    assert manager.invalidate_copies(outs_C2, ins_C2) == []
     assert manager.match(A) == 0
     slot = manager.admit("x", A, reserve_tokens=9).slot
     manager.swap_out(slot, "x", 9)
-    manager.distrust(*manager.take_moves())
+    manager.invalidate_copies(*manager.take_moves())
     assert manager.admit("x", A, reserve_tokens=9).num_cached_tokens == 0
     assert manager.audit().violations == ()
 
@@ -150,7 +150,7 @@ def test_who_reads_what_a_failed_plan_should_have_brought_is_named(make_manager:
     moves(manager)
     slot = manager.admit("c", A, reserve_tokens=9).slot
     sharer = manager.admit("d", A).slot
-    assert manager.distrust(*manager.take_moves()) == [slot, sharer]
+    assert manager.invalidate_copies(*manager.take_moves()) == [slot, sharer]
     assert manager.match(A) == 0
 
 

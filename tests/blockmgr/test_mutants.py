@@ -12,14 +12,14 @@ from octavo.blockmgr.manager import BlockManager, Growth
 from octavo.blockmgr.pool import BlockPool, StepFence
 from octavo.blockmgr.prefix_index import Chain, PrefixIndex, RootHasher
 from octavo.blockmgr.tables import SlotTables, UpdateLog
-from tests.support.blockmgr.host_mutants import give_up_the_queue_only, move_and_leave_the_name, unpack_and_keep
+from tests.support.blockmgr.host_mutants import give_up_the_queue_only, move_and_leave_the_name, pop_and_keep
 from tests.support.blockmgr.walk import walk
 
 Patch = tuple[type, str, Any]
 
 _settle, _allocate, _drop = BlockPool._settle, BlockPool.allocate, BlockPool.drop
 _find, _append_to = PrefixIndex.find, SlotTables.append_to
-_pack, _take_moves = HostTier.pack, HostTier.take
+_swap_out, _take_moves = HostTier.swap_out, HostTier.take
 
 
 def _settle_twice(pool: BlockPool, blocks: np.ndarray) -> None:
@@ -94,10 +94,10 @@ def _queue_out_once(host: HostTier, source: int, target: int) -> None:
     host.outs.setdefault(target, source)
 
 
-def _pack_full_blocks(
+def _swap_out_full_blocks(
     host: HostTier, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int
 ) -> None:
-    _pack(host, request_id, blocks[: len(chain)], origins, chain, num_tokens)
+    _swap_out(host, request_id, blocks[: len(chain)], origins, chain, num_tokens)
 
 
 def _take_without_end(host: HostTier) -> tuple[np.ndarray, np.ndarray]:
@@ -139,16 +139,16 @@ MUTANTS: dict[str, list[Patch]] = {
     "rows of a dead request are reported": [(UpdateLog, "drop_slot", _nothing)],
     "a copy does not keep its source": [(Growth, "drop_sources", _nothing)],
     "host: a block is read before it is back": [(BlockManager, "is_awaited", _false)],
-    "host: a block is freed twice": [(HostTier, "unpack", unpack_and_keep)],
+    "host: a block is freed twice": [(HostTier, "pop_swapped", pop_and_keep)],
     "host: an entry points to the wrong tier": [(PrefixIndex, "move", move_and_leave_the_name)],
-    "host: a cancel leaves its copy queued": [(HostTier, "abandon", _nothing)],
-    "host: a cancel promises what never came": [(HostTier, "abandon", give_up_the_queue_only)],
+    "host: a cancel leaves its copy queued": [(HostTier, "cancel_copies_in", _nothing)],
+    "host: a cancel promises what never came": [(HostTier, "cancel_copies_in", give_up_the_queue_only)],
     "host: copies out are left out": [(HostTier, "_queue_out", _nothing)],
     "host: a block that is given up twice keeps its first copy": [(HostTier, "_queue_out", _queue_out_once)],
-    "host: half full blocks stay behind": [(HostTier, "pack", _pack_full_blocks)],
+    "host: half full blocks stay behind": [(HostTier, "swap_out", _swap_out_full_blocks)],
     "host: sources of copies in are not given back": [(HostTier, "take", _take_without_end)],
-    "host: sources of copies in are anybody's": [(HostTier, "hold", _nothing)],
-    "host: nothing is kept": [(HostTier, "drop_each", _nothing)],
+    "host: sources of copies in are anybody's": [(HostTier, "share", _nothing)],
+    "host: what was swapped out is never given back": [(HostTier, "drop_swapped", _nothing)],
 }
 
 

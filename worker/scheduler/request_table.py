@@ -375,7 +375,7 @@ class RequestTable:
 
     def _forget(self, request: Request) -> None:
         request.phase = Phase.FINISHED
-        self.blocks.throw_away(request.block_owner)
+        self.blocks.drop_swapped(request.block_owner)
         del self._by_key[request.key]
         if not self._by_slot and not len(self.waiting):
             self.waiting.fairness.forget()

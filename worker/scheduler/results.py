@@ -83,7 +83,7 @@ class Results:
         hold what it should have brought back."""
         requests = self._live_requests(step)
         plan = step.plan
-        holders = self._requests.blocks.distrust(plan.copies_out_C2, plan.copies_in_C2)
+        holders = self._requests.blocks.invalidate_copies(plan.copies_out_C2, plan.copies_in_C2)
         requests += [other for slot in holders if (other := self._requests.in_slot(slot)) not in requests]
         return requests + [
             other for other in self._requests.running if other.origin in requests and other not in requests

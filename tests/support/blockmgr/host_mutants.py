@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from octavo.blockmgr.host_tier import HostTier, Parcel
+from octavo.blockmgr.host_tier import HostTier, SwappedRequest
 from octavo.blockmgr.prefix_index import PrefixIndex
 
 _move = PrefixIndex.move
@@ -16,9 +16,9 @@ def move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> Non
         index.block_of[digest] = source
 
 
-def unpack_and_keep(host: HostTier, request_id: str) -> Parcel | None:
-    """The parcel stays."""
-    return host.parcels.get(request_id)
+def pop_and_keep(host: HostTier, request_id: str) -> SwappedRequest | None:
+    """It stays swapped out."""
+    return host.swapped.get(request_id)
 
 
 def give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:

@@ -127,7 +127,7 @@ class KvMachine(KvReference):
         if has_room:
             self.swapped[name] = self.requests.pop(name)
             self.joined.discard(request.slot)
-            held = self.manager.host.parcels[name]
+            held = self.manager.host.swapped[name]
             assert self._read(held.blocks.tolist(), request.num_computed) == expected(
                 request.salt, request.tokens, request.num_computed
             ), "what was swapped out is not what was there"
@@ -155,14 +155,14 @@ class KvMachine(KvReference):
 
     @precondition(lambda self: self.swapped)
     @rule(pick=PICK, how=st.sampled_from(["once", "twice"]))
-    def throw_away(self, pick: int, how: str) -> None:
+    def drop_swapped(self, pick: int, how: str) -> None:
         """Cancelled while it is on the host."""
         name = sorted(self.swapped)[pick % len(self.swapped)]
         del self.swapped[name]
-        self.manager.throw_away(name)
+        self.manager.drop_swapped(name)
         if how == "twice":
             before = full_state(self.manager)
-            self.manager.throw_away(name)
+            self.manager.drop_swapped(name)
             assert full_state(self.manager) == before
 
     @precondition(lambda self: self.requests)
@@ -361,7 +361,7 @@ class KvMachine(KvReference):
             self.manager.release(self.requests.pop(name).slot, name)
         for name in list(self.swapped):
             del self.swapped[name]
-            self.manager.throw_away(name)
+            self.manager.drop_swapped(name)
         self.manager.take_updates()
         self.manager.take_updates()
         self.audit_is_clean_and_counts_agree()

@@ -43,7 +43,7 @@ def _host_state(manager: BlockManager) -> tuple[Any, ...]:
         host.ins.pending,
         host.ins.sources,
         host.is_awaited_P.tobytes(),
-        [(name, parcel.blocks.tolist(), parcel.num_tokens) for name, parcel in sorted(host.parcels.items())],
+        [(name, request.blocks.tolist(), request.num_tokens) for name, request in sorted(host.swapped.items())],
     )
 
 

@@ -76,7 +76,7 @@ def _swap(machine: KvMachine, rng: random.Random, pick: int) -> None:
     elif what == "in" and machine.swapped and len(machine.requests) < MAX_REQUESTS:
         machine.swap_in(pick)
     elif what == "away" and machine.swapped and rng.random() < 0.5:
-        machine.throw_away(pick, rng.choice(["once", "twice"]))
+        machine.drop_swapped(pick, rng.choice(["once", "twice"]))
 
 
 def _tokens(rng: random.Random) -> list[int]:

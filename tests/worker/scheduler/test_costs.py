@@ -115,7 +115,7 @@ def test_a_paused_request_gives_its_blocks_to_the_host_before_others_do() -> Non
     world.add(3, [40] * 9, max_tokens=4)
     world.run()
     assert world.scheduler.counters.num_swaps == 1
-    assert world.blocks.host.parcels.keys() == {"0"}
+    assert world.blocks.host.swapped.keys() == {"0"}
     world.resume(1)
     world.run()
     finished = world.streams[key(1)].finished

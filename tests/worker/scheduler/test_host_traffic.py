@@ -17,7 +17,7 @@ from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.runner import OracleStore
 from octavo.worker.scheduler.request import Request
 from octavo.worker.scheduler.request_table import RequestTable
-from tests.support.blockmgr.host_mutants import give_up_the_queue_only, move_and_leave_the_name, unpack_and_keep
+from tests.support.blockmgr.host_mutants import give_up_the_queue_only, move_and_leave_the_name, pop_and_keep
 from tests.support.worker.host_traffic import drive
 from tests.support.worker.scheduling import World, WorldConfig
 
@@ -84,24 +84,24 @@ def _trust_all(*_: object) -> list[int]:
 
 def _release_alone(table: RequestTable, request: Request) -> None:
     """Forgets that the request has blocks on the host."""
-    throw_away, table.blocks.throw_away = table.blocks.throw_away, _nothing  # type: ignore[method-assign]
+    drop_swapped, table.blocks.drop_swapped = table.blocks.drop_swapped, _nothing  # type: ignore[method-assign]
     try:
         _forget(table, request)
     finally:
-        table.blocks.throw_away = throw_away  # type: ignore[method-assign]
+        table.blocks.drop_swapped = drop_swapped  # type: ignore[method-assign]
 
 
 _forget = RequestTable._forget
 
 PLANTED: dict[str, list[tuple[type, str, Any]]] = {
     "a block is read before it is back": [(BlockManager, "is_awaited", _always_back)],
-    "a host block is freed twice": [(HostTier, "unpack", unpack_and_keep)],
+    "a host block is freed twice": [(HostTier, "pop_swapped", pop_and_keep)],
     "an entry points to the wrong tier": [(PrefixIndex, "move", move_and_leave_the_name)],
-    "a cancel in the middle of a copy leaves the promise": [(HostTier, "abandon", give_up_the_queue_only)],
+    "a cancel in the middle of a copy leaves the promise": [(HostTier, "cancel_copies_in", give_up_the_queue_only)],
     "a cancel leaves blocks on the host": [(RequestTable, "_forget", _release_alone)],
     "one block of a copy is left out": [(OracleStore, "copy_in", _copied_in_part)],
     "nothing is copied out": [(OracleStore, "copy_out", _nothing)],
-    "copies of a failed plan are trusted": [(BlockManager, "distrust", _trust_all)],
+    "copies of a failed plan are trusted": [(BlockManager, "invalidate_copies", _trust_all)],
 }
 
 

@@ -248,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         loading = [request for request in running if request.phase is Phase.LOADING]
         assert {id(request) for request in loading} == {id(each) for each in scheduler.requests.loading.values()}
         swapped = {request.block_owner for request in [*waiting, *parked]}
-        assert self.world.blocks.host.parcels.keys() <= swapped
+        assert self.world.blocks.host.swapped.keys() <= swapped
 
     @invariant()
     def rows_agree_with_requests(self) -> None:
