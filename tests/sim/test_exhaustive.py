@@ -208,7 +208,7 @@ def state_of(node: _Node) -> State:
         for flight in world.scheduler._in_flight
     )
     admission = world.scheduler._planner._admission
-    refused = (admission._misfit, admission._hopeless)
+    refused = (admission._failed_admission, admission._failed_preemption)
     left = tuple(sorted(node.left.items()))
     return tuple(requests), flights, refused, left, _blocks_state(world.blocks)
 

@@ -72,9 +72,9 @@ class StepPlan:
     forward pass, then copies_in. A plan may have copies alone.
 
     copies_out_C2: int32 rows (device block, host block): what the host is to keep, before anything writes to the
-    device. copies_in_C2: int32 rows (host block, device block): done before anything of the next plan; nothing of this
-    one reads
-        or writes these device blocks.
+        device.
+    copies_in_C2: int32 rows (host block, device block): done before anything of the next plan; nothing of this one
+        reads or writes these device blocks.
     block_updates_U3: int32 rows (slot, column of the slot's table row, block id), in order.
     block_copies_C2: int32 rows (source block, destination block): copy-on-write, before any write of this step.
     prefill: chunks.

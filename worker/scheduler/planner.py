@@ -33,7 +33,7 @@ class InFlight(Enum):
 
 
 class ResultsFirst(Exception):
-    """No step can be planned well before those in flight have ended."""
+    """A step can be planned only after those in flight have ended."""
 
 
 def least_important(running: Sequence[Request]) -> Request:
@@ -43,8 +43,8 @@ def least_important(running: Sequence[Request]) -> Request:
 
 
 def least_disturbed(running: Sequence[Request]) -> Request:
-    """The one to preempt without need, where tests ask for that: in the end each was. Raises ValueError where none
-    runs."""
+    """The one to preempt where tests ask for preemptions without need: the one that was preempted least often. Raises
+    ValueError where none runs."""
     return min(running, key=lambda request: (request.num_preemptions, request.rank))
 
 
@@ -58,20 +58,20 @@ def displaceable_by(head: Request, running: Sequence[Request]) -> list[Request]:
 
 
 def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[Request]:
-    """All that may be preempted for a waiting request, in order: no request waits for those whose callers do not
-    read."""
+    """All that may be preempted for a waiting request, in order. Paused ones first: no request waits for one whose
+    caller does not read."""
     return [*sorted(paused, key=lambda request: request.rank, reverse=True), *others]
 
 
-class Misfit(NamedTuple):
-    """A request that did not fit, and the blocks that there were for it."""
+class FailedFit(NamedTuple):
+    """A request (`Request.order`) that did not fit into so many blocks, so that it is not tried again with no more."""
 
     order: int
-    room: int
+    num_blocks: int
 
-    def is_proof(self, request: Request, room: int) -> bool:
-        """Whether this request does not fit now either."""
-        return request.order == self.order and room <= self.room
+    def covers(self, request: Request, num_blocks: int) -> bool:
+        """Whether it follows that this request does not fit into so many blocks either."""
+        return request.order == self.order and num_blocks <= self.num_blocks
 
 
 class Admission:
@@ -83,8 +83,8 @@ class Admission:
         self._blocks = table.blocks
         self._block_size = table.blocks.config.block_size
         self._headroom_cap = max(1, table.blocks.config.num_blocks // 50)
-        self._misfit: Misfit | None = None
-        self._hopeless: Misfit | None = None  # with the room that there would have been without others
+        self._failed_admission: FailedFit | None = None
+        self._failed_preemption: FailedFit | None = None  # with the blocks that all victims would have given up
 
     def admit_head(self, in_flight: InFlight, now_s: float) -> Request | None:
         """The head of the queue with slot and blocks; None where the queue is empty or it does not fit now."""
@@ -94,26 +94,26 @@ class Admission:
         try:
             self._requests.admit(head, now_s)
         except OutOfBlocks:
-            self._misfit = Misfit(head.order, self._room)
+            self._failed_admission = FailedFit(head.order, self._room)
             if not self._requests.num_running and in_flight is InFlight.EMPTY:
                 self._requests.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
             return None
         return head
 
     def _may_fit(self, head: Request) -> bool:
-        """Whether trying is worth it. Cached blocks make it a guess, so a refusal is remembered until there is more
-        room than then: trying again hashes the whole prompt."""
+        """Whether it is worth trying. Cached blocks make this a guess, so a failure is remembered until there is more
+        room than then: each try hashes the whole prompt."""
         num_running = self._requests.num_running
         if num_running >= self._max_num_seqs:
             return False
         if not num_running:
             return True
         room = self._room
-        if self._misfit is not None and self._misfit.is_proof(head, room):
+        if self._failed_admission is not None and self._failed_admission.covers(head, room):
             return False
         if self._fits(head, room):
             return True
-        self._misfit = Misfit(head.order, room)
+        self._failed_admission = FailedFit(head.order, room)
         return False
 
     def _fits(self, head: Request, num_blocks: int) -> bool:
@@ -165,11 +165,11 @@ class Admission:
     def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
         num_held = sum(self._blocks.capacity(victim.held_slot) for victim in victims) // self._block_size
         room = self._room + num_held
-        if self._hopeless is not None and self._hopeless.is_proof(head, room):
+        if self._failed_preemption is not None and self._failed_preemption.covers(head, room):
             return False
         if self._fits(head, room):
             return True
-        self._hopeless = Misfit(head.order, room)
+        self._failed_preemption = FailedFit(head.order, room)
         return False
 
 
@@ -237,8 +237,8 @@ class Planner:
             return
         victim = least_disturbed(preemptible)
         others = (request for request in preemptible if request is not victim)
-        # One has to compute in the step: its number would come again and again, or blocks that come back from the host,
-        # a few a step, would go out again before any request has all of its own.
+        # Another request has to compute in this step. Else no step would be planned, and this step number would come
+        # again and again; or blocks that come back from the host, a few a step, would leave before any request has all.
         if all(other.phase is Phase.LOADING for other in others):
             return
         if in_flight is InFlight.BUSY:

@@ -143,7 +143,7 @@ class Request:
     within this worker.
 
     sampling: the Run's, as it is for this output (`sampling_of`).
-    token_ids_T: int32, prompt and what was generated before the last preemption (while it runs: see the rows).
+    token_ids_T: int32, prompt and what was generated before the last preemption; while it runs, `SlotState` has them.
     waited_s: spent waiting in all, without the current spell, which began at ``waiting_since_s``.
     is_aged: it waited so long that it goes first and is preempted for no younger one.
     leader, followers: outputs of one prompt whose fate is still the leader's (both in order).
@@ -156,7 +156,7 @@ class Request:
     matcher: how far the output has come in its grammar; None without one, and until it is compiled.
     preempted: spells without a slot after it had one, where its Run is traced; preempted_since_s: the present one.
     slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
-    token_ticks_T: uint32, when the tokens of this worker's own came, while it holds no slot (else: see the rows).
+    token_ticks_T: uint32, when the tokens that this worker generated came; while it runs, `SlotState` has them.
     Times are the engine's monotonic seconds; None: not yet.
     """
 
@@ -205,7 +205,7 @@ class Request:
 
     @property
     def num_given_tokens(self) -> int:
-        """Tokens that it came with: the prompt, and output that another worker gave before it was lost."""
+        """Tokens that it came with: the prompt, and output that another worker had generated before it was lost."""
         return len(self.run.prompt_ids) // TOKEN_BYTES
 
     @property
@@ -225,12 +225,12 @@ class Request:
 
     @property
     def turn_rank(self) -> tuple[bool, int, int]:
-        """Whether it waits or runs, smaller goes first: the aged, then by priority, then who came first."""
+        """The smaller goes first, whether it waits or runs: the aged, then by priority, then by arrival."""
         return (not self.is_aged, 0 if self.is_aged else -self.run.priority, self.order)
 
     @property
     def rank(self) -> tuple[bool, bool, int, int]:
-        """Smaller is more important: the same, the paused last of all."""
+        """The smaller is more important and is preempted later: as `turn_rank`, with the paused behind all others."""
         return (self.phase is Phase.PAUSED, *self.turn_rank)
 
     @property
@@ -313,7 +313,7 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
 class SchedulerCounters:
     """Since the start. Tokens count once each time they are computed.
 
-    num_ended: by reason, for errors by the name of the error. num_started == num_ended.total() + unfinished.
+    num_ended: by reason, for errors by the name of the error. num_accepted == num_ended.total() + unfinished.
     """
 
     num_accepted: int = 0

@@ -19,7 +19,7 @@ import numpy as np
 from octavo.worker.scheduler.request import Phase, Request
 from octavo.worker.scheduler.slot_state import SlotState
 
-_SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
+_SLACK = 64  # entries of requests that have left, so that a small heap is not cleaned each time
 UNITS = 1_000_000  # that one token costs at weight 1: whole numbers, so that the order never hangs on rounding
 MAX_WEIGHT = 1000
 _NONE = -1

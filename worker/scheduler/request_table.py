@@ -18,14 +18,14 @@ from octavo.worker.scheduler.request import Ending, Phase, Request, SchedulerCou
 from octavo.worker.scheduler.request_queue import RequestQueue
 from octavo.worker.scheduler.slot_state import SlotState, stop_ids
 
-_SEEN_AS = {
+_OUTPUT_PHASES = {
     Phase.LOADING: OutputPhase.PREFILL,
     Phase.PREFILLING: OutputPhase.PREFILL,
     Phase.DECODING: OutputPhase.DECODE,
     Phase.PAUSED: OutputPhase.PAUSED,
     Phase.PARKED: OutputPhase.PAUSED,
 }
-"""As gateways have it; every other phase waits for something."""
+"""What gateways are told; every other phase is QUEUED."""
 
 
 class RequestTable:
@@ -103,7 +103,7 @@ class RequestTable:
                 break
             if key.gateway == gateway:
                 held = 0 if request.slot is None else self.blocks.capacity(request.slot) // block_size
-                found.append((key.handle, _SEEN_AS.get(request.phase, OutputPhase.QUEUED), held))
+                found.append((key.handle, _OUTPUT_PHASES.get(request.phase, OutputPhase.QUEUED), held))
         return found
 
     def in_slot(self, slot: int) -> Request:
@@ -286,7 +286,7 @@ class RequestTable:
     # ------------------------------------------------------------ inside
 
     def _queue(self, request: Request, now_s: float) -> None:
-        """Or, where its grammar is still being compiled, into no queue yet."""
+        """Into the queue; where its grammar is still being compiled, `Constraints.ready` does that later."""
         if request.awaits_grammar:
             request.phase = Phase.COMPILING
         else:

@@ -34,7 +34,9 @@ from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.results import Constraints, Results
 from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 
-_SLACK = 64  # deadlines, so that a worker that is nearly empty does not go through them all the time
+_SLACK = (
+    64  # deadlines of ended requests that are left in the heap anyway, so that a small one is not cleaned each time
+)
 _Deadline = tuple[float, int, RequestKey]
 """When, and whose: a request's order and key."""
 
@@ -160,7 +162,7 @@ class Scheduler:
 
     @property
     def requests(self) -> RequestTable:
-        """Who is where; for tests and the engine's look, not for changing."""
+        """Every unfinished request; to be read by tests and the engine, not to be changed."""
         return self._requests
 
     # ------------------------------------------------------------ events
@@ -254,9 +256,9 @@ class Scheduler:
         return self._requests.outputs.take()
 
     def index_prompts(self) -> None:
-        """Offer the prompts that the last result completed to later ones; the next plan or result does it where nobody
-        has. For when their tokens are sent: a thousand tokens of prompts take half a millisecond, which would come and
-        go between the tokens of all streams."""
+        """Enter the prompts that the last result completed into the prefix index. To be called once that result's
+        tokens are sent: a thousand tokens of prompts take half a millisecond, by which every stream's tokens would be
+        later. Where it is not called, the next plan or result does it."""
         self._results.index_prompts()
 
     def flush(self) -> StepOutputs:
@@ -313,14 +315,14 @@ class Scheduler:
         return None
 
     def _note_deadline(self, request: Request, deadline_s: float) -> None:
-        """Those of requests that ended long before theirs are thrown out once they are the most."""
+        """Put it into the heap. Deadlines of ended requests are removed once they outnumber those of live ones."""
         if len(self._deadlines) > 2 * len(self._requests) + _SLACK:
             self._deadlines = [each for each in self._deadlines if self._unfinished(each) is not None]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (deadline_s, request.order, request.key))
 
     def _unfinished(self, deadline: _Deadline) -> Request | None:
-        """Whose deadline it is; None where that request has ended. Its key may be another one's by now."""
+        """The request that has this deadline; None where it has ended, though its key may name another one by now."""
         _, order, key = deadline
         request = self._requests.find(key)
         return request if request is not None and request.order == order else None

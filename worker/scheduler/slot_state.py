@@ -150,7 +150,7 @@ class InFlightStep:
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end an output of this sampling, sorted."""
+    """Ids of the tokens that end an output with these parameters, sorted."""
     return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
 
 
