@@ -1,7 +1,7 @@
 """The messages between gateway and worker, grouped by receiver (between gateways: `wire.peer_messages`).
 
-Plain msgspec structs: no behaviour, no sockets, no text of prompts. Arrays travel as little-endian bytes
-(``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
+Plain msgspec structs: no sockets, no text of prompts, and of behaviour only what both sides must do alike. Arrays
+travel as little-endian bytes (``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
 
 A **handle** names one output stream: an integer that the gateway chooses, never reused by that
 gateway process. Every message of a worker carries its **epoch**, drawn anew at each start of the process: messages
@@ -109,6 +109,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that never appear
     grammar: Grammar | None = None
+
+
+def seed_of_output(seed: int, index: int) -> int:
+    """uint64: what output number ``index`` of a request with this seed draws with."""
+    return (seed + index) % (1 << 64)
+
+
+def sampling_of_output(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Of output number ``index``, at least 1, of a request with these parameters: it draws with a seed of its own, and
+    output 0 alone has the prompt's log-probabilities."""
+    seed = seed_of_output(sampling.seed, index)
+    return msgspec.structs.replace(sampling, seed=seed, num_prompt_logprobs=None)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ from octavo.gateway.validation.fields import check
 from octavo.gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
 from octavo.v1 import common_pb2, inference_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Finished, ModelCard, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import Finished, ModelCard, TokenLogprobs, WireFinishReason, seed_of_output
 
 BytesById = Sequence[bytes]
 _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
@@ -324,7 +324,7 @@ def receipt_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Receipt:
         computed_tokens=figures.computed_tokens,
         preemptions=figures.preemptions,
         swaps=figures.swaps,
-        seed=(tracked.sampling.seed + index) % (1 << 64),
+        seed=seed_of_output(tracked.sampling.seed, index),
         inter_token_p50_s=figures.inter_token_p50_s,
         inter_token_p99_s=figures.inter_token_p99_s,
         block_seconds=figures.block_seconds,

@@ -16,19 +16,22 @@ import structlog
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink
-from octavo.wire.messages import Finished, Run, StepOutput, TokenLogprobs, WireFinishReason
+from octavo.wire.codec import TOKEN_BYTES
+from octavo.wire.messages import Finished, Run, StepOutput, TokenLogprobs, WireFinishReason, sampling_of_output
 
 log = structlog.get_logger(__name__)
-Said = TypeVar("Said")
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One live output. name: its number at the gateway, always the same; handle: its number at its present worker,
-    another one at each worker. run: as it was sent to its first worker; of a further output of a request, what it is
-    when it stands alone. token_ids: int32, what it has given. deadline_s: monotonic. embedding_sink: the sink, where it
-    waits for a vector; None once that has come. prompt_sink: the sink, where it wants the prompt's log-probabilities,
-    of which num_unscored are still to come."""
+    """One live output.
+
+    name: its number at the gateway, always the same. handle: its number at its present worker, another one at each.
+    run: as it was sent to its first worker, for this output alone. token_ids: int32, what it has generated.
+    deadline_s: monotonic. embedding_sink: the sink, where it waits for a vector; None once that has come.
+    prompt_sink: the sink, where it wants the prompt's log-probabilities, of which num_unscored are still to come.
+    """
 
     name: int
     handle: int
@@ -131,7 +134,7 @@ class Outputs:
         """All live outputs of one worker."""
         return [output for output in self._live.values() if output.incarnation == incarnation]
 
-    def by_name(self, incarnation: int, said: Mapping[int, Said]) -> dict[int, Said]:
+    def by_name(self, incarnation: int, said: Mapping[int, T]) -> dict[int, T]:
         """What a worker said of handles, by the names of those outputs that it has."""
         rows = ((self._live.get(handle), what) for handle, what in said.items())
         return {output.name: what for output, what in rows if output is not None and output.incarnation == incarnation}
@@ -324,15 +327,14 @@ def new_output(run: Run, index: int, record: WorkerRecord, sink: OutputSink, now
 
 def num_prompt_tokens(run: Run) -> int:
     """Of the prompt as it was sent."""
-    return len(run.prompt_ids) // 4
+    return len(run.prompt_ids) // TOKEN_BYTES
 
 
 def _alone(run: Run, index: int) -> Run:
-    """What output `index` of a request is when it stands alone."""
+    """The Run of output `index` by itself: what another worker is sent where its first one is lost."""
     if not index:
         return run
-    seed = (run.sampling.seed + index) % (1 << 64)
-    sampling = msgspec.structs.replace(run.sampling, seed=seed, num_prompt_logprobs=None)
+    sampling = sampling_of_output(run.sampling, index)
     return msgspec.structs.replace(run, handle=run.fork_handles[index - 1], fork_handles=(), sampling=sampling)
 
 

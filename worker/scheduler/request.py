@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from octavo.wire.codec import TOKEN_BYTES
-from octavo.wire.messages import Finished, Pooling, Run, SamplingParams, WireFinishReason
+from octavo.wire.messages import Finished, Pooling, Run, SamplingParams, WireFinishReason, sampling_of_output
 from octavo.worker.scheduler.plan import RequestKey, Slot
 
 TICKS_PER_S = 1_000_000
@@ -127,14 +126,10 @@ def token_ids_of(run: Run) -> np.ndarray:
 
 
 def sampling_of(run: Run, index: int) -> SamplingParams:
-    """Of one of its outputs: each draws with a seed of its own, and output 0 alone has the prompt's
-    log-probabilities. A prompt that is pooled samples one token, which is not sent."""
+    """Of one of its outputs. A prompt that is pooled samples one token, which is not sent."""
     if run.pooling is not None:
         return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
-    if not index:
-        return run.sampling
-    seed = (run.sampling.seed + index) % (1 << 64)
-    return msgspec.structs.replace(run.sampling, seed=seed, num_prompt_logprobs=None)
+    return sampling_of_output(run.sampling, index) if index else run.sampling
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
