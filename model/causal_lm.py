@@ -95,9 +95,8 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "CausalLM":
-        """Weights drawn by a seed (model/causal_lm.py); the same seed gives the same fp32 values
-        before they are rounded to the dtype."""
-
+        """Weights drawn by a seed (`fill_random`), for tests, benchmarks and examples that have no checkpoint; the same
+        seed gives the same fp32 values before they are rounded to the dtype."""
         model = cls(config, dtype=dtype, device=device)
         fill_random(model, seed=seed)
         return model
@@ -158,18 +157,14 @@ class CausalLM(nn.Module):
             layer.fuse()
 
 
-# Random weights by a seed, for tests, benchmarks and examples that have no checkpoint.
-#
-# Must not know: checkpoints.
-
-
 VECTOR_DEVIATION = 0.1
+"""Of the biases and norm weights that `fill_random` draws."""
 
 
 def fill_random(model: CausalLM, *, seed: int) -> None:
     """Matrices from N(0, 1 / columns), so that activations stay near 1 and attention is not flat whatever the shape;
-    biases from N(0, 0.1²) and norm weights from N(1, 0.1²), so that one that is left out shows.
-    Drawn in fp32 on the CPU, in the order of `named_parameters`."""
+    biases from N(0, 0.1²) and norm weights from N(1, 0.1²), so that a test notices one that is left out. Drawn in fp32
+    on the CPU, in the order of `named_parameters`."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         deviation = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else VECTOR_DEVIATION

@@ -2,7 +2,17 @@
 
     q_proj.qweight, q_proj.qzeros, q_proj.scales, q_proj.g_idx   ->   rows of qkv_proj
 
-Must not know: how integers are packed (model/quantization), devices' kernels.
+How integers are packed into int32 words, which `unpack` turns into one code an element:
+
+GPTQ (AutoGPTQ, QuantLinear.pack): `qweight` [I * bits / 32, O], a word holds neighbouring *inputs*, lowest bits first;
+`qzeros` [G, O * bits / 32], a word holds neighbouring *outputs*; `g_idx` [I] is the group of each input. The first
+format stores zero points less one (a zero point of 0 wraps around); "gptq_v2" stores them as they are.
+
+AWQ (AutoAWQ, WQLinear_GEMM): `qweight` [I, O / 8] and `qzeros` [G, O / 8], a word holds 8 neighbouring outputs in the
+order 0 2 4 6 1 3 5 7, lowest bits first.
+
+Legend: O outputs · I inputs · G groups · C columns of words.
+Must not know: devices' kernels.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,20 +37,6 @@ OnTensors = Callable[[list[str]], None]
 WEIGHT = ".weight"
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 INTEGERS = (".qweight", ".qzeros", ".g_idx")
-
-
-# How GPTQ and AWQ checkpoints pack integers into int32 words, unpacked to one code an element.
-#
-# GPTQ (AutoGPTQ, QuantLinear.pack): `qweight` [I * bits / 32, O], a word holds neighbouring *inputs*, lowest bits
-# first; `qzeros` [G, O * bits / 32], a word holds neighbouring *outputs*; `g_idx` [I] is the group of each input. The
-# first format stores zero points less one (a zero point of 0 wraps around); "gptq_v2" stores them as they are.
-#
-# AWQ (AutoAWQ, WQLinear_GEMM): `qweight` [I, O / 8] and `qzeros` [G, O / 8], a word holds 8 neighbouring outputs in the
-# order 0 2 4 6 1 3 5 7, lowest bits first.
-#
-# Legend: O outputs · I inputs · G groups · C columns of words.
-# Must not know: files, kernels.
-
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 neighbouring outputs lies in the lowest four bits, in the next, and so on."""

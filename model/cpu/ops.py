@@ -1,10 +1,13 @@
-"""Checked launchers of the kernels in `kernels.c`, and of norm and SiLU in `invariant.c`; when they can be used.
+"""Checked launchers of the kernels in `kernels.c`, `prefill.c` and `largest.c`, and of norm and SiLU in `invariant.c`;
+when they can be used.
 
-Each has a slow reference in torch: of model.layers.decoder, `rms_norm` RmsNorm, `rope_write` `rotate` with KvPool's
-write, `silu_mul` the expression in Mlp; `decode_attention` model.attention.reference.
+Each has a slow reference in torch: of model.layers.decoder, `rms_norm` has RmsNorm, `rope_write` has `rotate` with
+KvPool's write, `silu_mul` the expression in Mlp; `decode_attention` and `chunk_attention` have
+model.attention.reference; `largest` has ``max``.
 
-Legend: T tokens in this step · S sequences · N query heads · K kv heads · H head dim · D model dim · I intermediate ·
-P blocks · B block size · M table width. Must not know: layers, requests.
+Legend: T tokens in this step · S sequences, or rows of logits · Q tokens of a chunk · N query heads · K kv heads ·
+H head dim · D model dim · I intermediate · P blocks · B block size · M table width · V vocabulary.
+Must not know: layers, requests.
 """
 
 import ctypes
@@ -179,14 +182,9 @@ def threads_for_product(num_rows: int, num_bytes: int) -> int:
     return threads_for(num_bytes * (1 + num_rows // 8))
 
 
-# The largest logit of each row and its id: the kernel of `largest.c`, or torch's own ``max`` where there is none.
-#
-# Legend: S rows · V columns. Must not know: what is chosen from.
-
-
 def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``max(dim=-1)``: most_S of the dtype, the lowest index_S (int64) where there are several. Where a row has a
-    NaN, most_S is NaN and index_S some valid index."""
+    """As ``max(dim=-1)``, which it is where there is no kernel: most_S of the dtype, the lowest index_S (int64) where
+    there are several. Where a row has a NaN, most_S is NaN and index_S some valid index."""
     fits = logits_SV.is_cpu and logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1
     library = native_library() if fits else None  # compiling it takes seconds, for nothing where a GPU serves
     if library is None:
@@ -206,14 +204,8 @@ def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return most_S, index_S
 
 
-# Checked launcher of the kernel in `prefill.c`, attention of a chunk; its slow reference: model.attention.reference.
-#
-# Legend: Q tokens of a chunk · N query heads · K kv heads · H head dim · P blocks · B block size · M table width.
-# Must not know: layers, requests.
-
-
 MOST_DIM = 256
-"""Of a head, as in prefill.c."""
+"""Of a head, in `chunk_attention`: as in prefill.c."""
 
 
 def takes_chunks(pool_PKBH: torch.Tensor) -> bool:

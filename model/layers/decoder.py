@@ -1,5 +1,6 @@
-"""One decoder layer by torch and the C kernels: attention with fused QKV, SwiGLU with fused gate and up. What a family
-has besides (a bias of QKV, norms of queries and keys) is optional here; the order is the family's (model/families).
+"""One decoder layer by torch and the C kernels: RMSNorm, RoPE, attention with fused QKV, SwiGLU with fused gate and up.
+What a family has besides (a bias of QKV, norms of queries and keys) is optional here; the order of the operations is
+the family's (model/families).
 
 Legend: T tokens in this step · S wanted rows · N query heads · K kv heads · H head dim · D model dim ·
 I intermediate dim · P blocks · B block size · C columns of QKV · E = 2 I.
@@ -27,13 +28,9 @@ MakeTensor = Callable[..., torch.Tensor]
 """Shape in, uninitialised tensor of the model's dtype and device out."""
 
 
-# Root mean square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467).
-#
-# Must not know: what it normalises.
-
-
 class RmsNorm(nn.Module):
-    """Divides each row by its root mean square, in fp32 whatever the dtype, then multiplies with the weight.
+    """Divides each row by its root mean square, in fp32 whatever the dtype, then multiplies with the weight (Zhang and
+    Sennrich 2019, arXiv 1910.07467).
 
     The row is rounded to its dtype before the weight is applied, as transformers does: bf16 results are the same bits.
     """
@@ -57,11 +54,6 @@ def plain_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -
     return weight_D * (wide_TD * torch.rsqrt(mean_square_T1 + epsilon)).to(x_TD.dtype)
 
 
-# Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the half-split layout of HF checkpoints, with YaRN.
-#
-# Must not know: attention, caches.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeAngles:
     """cos_TH / sin_TH: the cosines and sines of this step's positions, in the dtype of the activations."""
@@ -71,8 +63,9 @@ class RopeAngles:
 
 
 class Rope:
-    """Angles for positions. Frequencies and angles are fp32 whatever the model's dtype: a bf16 position would be wrong
-    from 257 on."""
+    """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864), with YaRN, in the half-split layout of Hugging Face
+    checkpoints: the angles of positions. Frequencies and angles are fp32 whatever the model's dtype: bf16 has no
+    position 257."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
