@@ -41,7 +41,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Grammar, GrammarKind, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
-_MARKED = 13  # a text with marks has at most so many times its bytes: one for each control token, escaped as JSON
+_MAX_MARK_GROWTH = 13  # times its bytes that a text has at most with a mark at each control token, escaped as JSON
 _MAX_KNOWN = 256  # valid grammars are not checked again
 PARTIAL_MARGIN_S = 0.05
 """A partial output is sent so long before the wire's deadline: for its way through the loop, the network and the
@@ -180,11 +180,11 @@ async def until(end_s: float | None) -> AsyncIterator[None]:
         async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
             yield
     except TimeoutError:
-        raise unsent() from None
+        raise deadline_before_sending() from None
 
 
-def unsent() -> DeadlinePassed:
-    """The time was over before a worker had the request."""
+def deadline_before_sending() -> DeadlinePassed:
+    """The error of a request whose time was over before a worker had it."""
     return DeadlinePassed("the deadline passed before the request was sent to a worker")
 
 
@@ -277,7 +277,7 @@ class InputProcessor:
             return chat_json(marked.chat), marked
 
         written, marked = await self._text.run_by_size(mark, num_bytes=num_bytes, share=share)
-        max_bytes = bounds.max_bytes * (_MARKED if marked.mark else 1)
+        max_bytes = bounds.max_bytes * (_MAX_MARK_GROWTH if marked.mark else 1)
         template = text.template_of(marked.chat)
         rendered = await self._renderer.render(template, written, max_bytes=max_bytes, share=share)
         steps = text.rendered_encoding(rendered, marked.mark, bounds)
@@ -292,18 +292,17 @@ class InputProcessor:
             ids_T = check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids")
             if not request.output.echo or request.output.format == pb.OUTPUT_FORMAT_TOKEN_IDS:
                 return Encoded(text="", ids_T=ids_T)
-            return await self._spelled(request, card, ids_T, share)
+            return await self._decoded(request, card, ids_T, share)
         bounds = Bounds(max_bytes=self._limits.max_prompt_bytes, max_tokens=card.max_model_len - 1, keep=keep)
         encoded = await self.encode(request, self._models.text_of(card), bounds, share)
         if not keep or len(encoded.ids_T) <= keep:
             return encoded
-        return await self._spelled(request, card, encoded.ids_T[-keep:], share)
+        return await self._decoded(request, card, encoded.ids_T[-keep:], share)
 
-    async def _spelled(self, request: pb.GenerateRequest, card: ModelCard, ids_T: np.ndarray, share: Share) -> Encoded:
+    async def _decoded(self, request: pb.GenerateRequest, card: ModelCard, ids_T: np.ndarray, share: Share) -> Encoded:
         text, max_bytes = self._models.text_of(card), self._limits.max_prompt_bytes
-        decode = (
-            text.decode_visible if request.WhichOneof("input") == "token_ids" and _skips(request) else text.decode_all
-        )
+        is_visible = request.WhichOneof("input") == "token_ids" and _skips_special_tokens(request)
+        decode = text.decode_visible if is_visible else text.decode_all
         work = self._text.run(lambda: decode(ids_T, max_bytes=max_bytes), num_bytes=len(ids_T), share=share)
         return Encoded(text=await work, ids_T=ids_T)
 
@@ -353,12 +352,12 @@ class InputProcessor:
 
 
 def _bytes_by_id(request: pb.GenerateRequest, text: ModelText) -> tuple[bytes, ...]:
-    if not _skips(request):
+    if not _skips_special_tokens(request):
         return text.table.all_bytes
     return text.bytes_with_call_tags if _parses_calls(request) else text.table.visible_bytes
 
 
-def _skips(request: pb.GenerateRequest) -> bool:
+def _skips_special_tokens(request: pb.GenerateRequest) -> bool:
     output = request.output
     return output.skip_special_tokens if output.HasField("skip_special_tokens") else True
 

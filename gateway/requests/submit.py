@@ -22,9 +22,9 @@ from octavo.gateway.requests.input_processor import (
     Deadline,
     InputProcessor,
     Prepared,
+    deadline_before_sending,
     deadline_of,
     share_of,
-    unsent,
     until,
 )
 from octavo.gateway.requests.tracker import RequestTracker, TrackedRequest, current_task
@@ -158,7 +158,7 @@ class Submitter:
 
     def _choose(self, prepared: Prepared, salt: str) -> WorkerView:
         if prepared.deadline.end_s is not None and prepared.deadline.end_s <= time.monotonic():
-            raise unsent()
+            raise deadline_before_sending()
         worker = self._pool.choose(prepared.card.name, prepared.prompt_ids_T, salt)
         check_capacity(
             num_prompt_tokens=prepared.num_prompt_tokens,

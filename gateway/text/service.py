@@ -14,9 +14,9 @@ from octavo.gateway.text.errors import TextQueueFull
 T = TypeVar("T")
 Steps = Generator[int, None, T]
 """Work in steps: each `yield` tells how many bytes the next one is about; what it returns is the result."""
-STEP_BYTES = 16 * 1024  # of text, some milliseconds of tokenizing: so long one text waits for another
+STEP_BYTES = 16 * 1024  # of text, some milliseconds of tokenizing: how long one text waits for another
 _QUICK_BYTES = 32 * 1024  # what is made of so little takes less than a turn through a thread
-_BYTES_OF_ANY = 1024  # what a text costs beside its bytes
+_BYTES_OF_ANY = 1024  # what any text costs besides its bytes
 _MAX_IDLE = 64  # tenants that are remembered while they have nothing here
 
 
@@ -131,7 +131,7 @@ class FairQueue(Generic[T]):
         self._num_waiting -= 1
 
     def _forget_idle(self) -> None:
-        """But for those who were served most of late: they would be served first again."""
+        """Forget idle tenants, but for those that were served most of late: forgotten, they would be served first."""
         if len(self._tenants) <= _MAX_IDLE:
             return
         idle = sorted((each.due, name) for name, each in self._tenants.items() if not each.waiting)
@@ -167,11 +167,11 @@ class TextService:
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._max_long = max(1, num_threads - 1)
-        self.num_waiting = 0  # on the event loop, and
+        self.num_waiting = 0  # changed on the event loop alone, as is the next
         self._num_bytes = 0
-        self._lock = threading.Lock()  # of the queue, and
+        self._lock = threading.Lock()  # guards the queue and the number of long steps that run
         self._queue = FairQueue[_Job]()
-        self._num_long = 0  # long steps that run
+        self._num_long = 0
 
     async def run(self, work: Callable[[], T], *, num_bytes: int = 0, share: Share = _NO_TENANT) -> T:
         """The result of work(), made in a thread in one step. num_bytes: what it is about. Raises as `run_steps`."""

@@ -257,7 +257,7 @@ class Migration:
         self.accused[content] = None
         if len(self.accused) > _MAX_ACCUSED:
             del self.accused[next(iter(self.accused))]
-        log.warning("output_condemned", **output.names, verdict=verdict.value, detail=detail)
+        log.warning("output_condemned", **output.log_fields, verdict=verdict.value, detail=detail)
         if verdict is Verdict.GUILTY:
             self._outputs.lose(output, LostReason.POISONED, f"three workers were lost with it; the last: {detail}")
         else:
@@ -314,7 +314,7 @@ class Migration:
         output.num_moves += 1
         self._stats.moved_outputs += 1
         self._registry.opened(record, time.monotonic())
-        log.info("output_moved", **output.names, worker_id=record.worker_id, tokens=output.num_tokens)
+        log.info("output_moved", **output.log_fields, worker_id=record.worker_id, tokens=output.num_tokens)
         output.sink.on_moved(record.worker_id, lost_s)
         return True
 

@@ -61,8 +61,8 @@ class Output:
         return self.run.request_id
 
     @property
-    def names(self) -> dict[str, str]:
-        """What lines about it carry."""
+    def log_fields(self) -> dict[str, str]:
+        """What every line of the log about it has."""
         trace_id = self.run.traceparent[3:35]
         return {"request_id": self.request_id} | ({"trace_id": trace_id} if trace_id else {})
 
@@ -171,7 +171,7 @@ class Outputs:
             output.sink.on_lost(reason.value, detail)
         except Exception:
             self._stats.sink_errors += 1
-            log.exception("sink_failed", **output.names)
+            log.exception("sink_failed", **output.log_fields)
 
     # ------------------------------------------------------------ parts
 
@@ -277,11 +277,11 @@ class Outputs:
             output.sink.on_finished(finished)
         except Exception:
             self._stats.sink_errors += 1
-            log.exception("sink_failed", **output.names)
+            log.exception("sink_failed", **output.log_fields)
 
     def _fault(self, output: Output, kind: str, ended: list[Output]) -> None:
         self._stats.protocol_errors[kind] += 1
-        log.error("worker_broke_protocol", kind=kind, **output.names)
+        log.error("worker_broke_protocol", kind=kind, **output.log_fields)
         output.is_faulted = True
         self.lose(output, LostReason.INTERNAL, "the worker broke the protocol")
         ended.append(output)
@@ -298,7 +298,7 @@ class Outputs:
     def _sink_failed(self, output: Output, ended: list[Output]) -> None:
         """A defect of ours: this output ends, the others go on."""
         self._stats.sink_errors += 1
-        log.exception("sink_failed", **output.names)
+        log.exception("sink_failed", **output.log_fields)
         output.is_faulted = True
         self.lose(output, LostReason.INTERNAL, "a defect of the gateway")
         ended.append(output)

@@ -63,7 +63,7 @@ class RopeAngles:
 
 
 class Rope:
-    """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864), with YaRN, in the half-split layout of Hugging Face
+    """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) with YaRN, in the half-split layout of Hugging Face
     checkpoints: the angles of positions. Frequencies and angles are fp32 whatever the model's dtype: bf16 has no
     position 257."""
 
