@@ -193,12 +193,11 @@ class Sampler:
             tokens_S[index_t] = draw(x_NV, keys_N2, Filters.of(logits_NV, columns))
 
     def _draw_open(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """Rows without top-k and top-p: the whole vocabulary races, less what lies below the
-        floor."""
+        """Rows without top-k and top-p: over the whole vocabulary, less what lies below the floor."""
         return self._race_above(x_NV, keys_N2, filters.floor_S)
 
     def _draw_filtered(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """Rows with top-k or top-p: only the candidates race; rows whose cut lies past them race over all."""
+        """Rows with top-k or top-p: over the most likely candidates; over all where a row's cut lies past them."""
         widest = int(filters.top_k_S.masked_fill(filters.top_k_S == TOP_K_OFF, 0).max())
         width = min(_FEW_CANDIDATES if widest < _FEW_CANDIDATES else _MANY_CANDIDATES, self.vocab_size)
         values_NK, ids_NK = largest(x_NV, width)
@@ -223,6 +222,8 @@ class Sampler:
         return self._race_above(x_NV, keys_N2, filters.floor_S)
 
     def _race_above(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, least_N: torch.Tensor) -> torch.Tensor:
+        """A draw from softmax(x) among the ids of at least least_N: the id with the largest x less the logarithm of an
+        exponential number, which is the Gumbel-max trick."""
         score_NV = x_NV - log_exponential(keys_N2, self._all_ids_V)
         return score_NV.masked_fill_(x_NV < least_N.unsqueeze(1), -torch.inf).argmax(dim=-1)
 

@@ -34,7 +34,7 @@ from octavo.worker.runners.cuda.graph_runner import (
     make_recorder,
 )
 from octavo.worker.runners.cuda.host_copies import HostCopies, copy_one_block
-from octavo.worker.runners.cuda.sampling import LaunchedStep, SpecialRows, StepLogprobs, StepSampler, read_logprobs
+from octavo.worker.runners.cuda.sampling import SpecialRows, StepLogprobs, StepRows, StepSampler, read_logprobs
 from octavo.worker.runners.cuda.staging import MixedLayout, StagedRows, StagingBuffer, worst_layout
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.outputs import Pooler, PromptScorer, as_runner_error
@@ -117,8 +117,8 @@ class DeviceLost(Exception):
 
 
 def runner_error(error: Exception, device: torch.device) -> RunnerError:
-    """The error for the step, where the device still works; frees what the allocator hoards after a lack of memory.
-    Raises DeviceLost where it does not."""
+    """The step's error, where the device still works; after an out-of-memory, the allocator's unused memory is given
+    back. Raises DeviceLost where the device does not work any more."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -131,7 +131,7 @@ def runner_error(error: Exception, device: torch.device) -> RunnerError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _InFlightStep:
+class _LaunchedStep:
     """A launched step. first_end: where the tokens of ended chunks begin in the result. held: it waits for masks.
     error: it failed after its launch."""
 
@@ -141,7 +141,7 @@ class _InFlightStep:
     first_end: int = 0
     turn: int | None = None
     chosen: StepLogprobs = field(default_factory=StepLogprobs)
-    held: LaunchedStep | None = None
+    held: StepRows | None = None
     error: RunnerError | None = None
     embeddings: dict[int, torch.Tensor] = field(default_factory=dict)  # on the host, as complete as the turn
     prompt_logprobs: dict[int, list[SlotLogprobs]] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class CudaRunner:
         if host_blocks is not None:
             self._host_copies = HostCopies(self.graphs.kv, host_blocks, rows=config.max_copies_in)
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
-        self._in_flight: deque[_InFlightStep] = deque()
+        self._in_flight: deque[_LaunchedStep] = deque()
 
     @property
     def special(self) -> SpecialRows:
@@ -275,27 +275,27 @@ class CudaRunner:
 
     # ------------------------------------------------------------ a step
 
-    def _start(self, plan: StepPlan) -> _InFlightStep:
+    def _start(self, plan: StepPlan) -> _LaunchedStep:
         if self._host_copies is not None:
             self._host_copies.begin(plan.copies_out_C2, plan.copies_in_C2)
         self._apply(plan)
         if not plan.num_tokens:  # it is waited for all the same: the next step but one writes to this one's buffers
             self._staging.send(0)
             self.graphs.run_changes()
-            return _InFlightStep(step=plan.step, num_decodes=0, turn=self._results.send(num_answers=0))
+            return _LaunchedStep(step=plan.step, num_decodes=0, turn=self._results.send(num_answers=0))
         self._check_blocks(plan)
-        run = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
-        num_decodes, first_end = len(plan.decode_slots_S), run.first_end
-        is_held = run.awaits_masks
-        chosen = StepLogprobs() if is_held else self._step_sampler.run(run, None)
+        rows = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
+        num_decodes, first_end = len(plan.decode_slots_S), rows.first_end
+        is_held = rows.awaits_masks
+        chosen = StepLogprobs() if is_held else self._step_sampler.run(rows, None)
         embeddings = self._pooler.take(plan, self.graphs.hidden, first_token=first_end) if plan.prefill else {}
         scores = self._scorer.take(plan, self.graphs.hidden, first_token=first_end) if plan.prefill else {}
-        return _InFlightStep(
+        return _LaunchedStep(
             step=plan.step,
             num_decodes=num_decodes,
-            num_ends=len(run.slots_S) - num_decodes,
+            num_ends=len(rows.slots_S) - num_decodes,
             first_end=first_end,
-            held=run if is_held else None,
+            held=rows if is_held else None,
             chosen=chosen,
             embeddings={index: _to_host(embedding_D) for index, embedding_D in embeddings.items()},
             prompt_logprobs=scores,
@@ -331,14 +331,14 @@ class CudaRunner:
             if table_RM[chunk.slot, chunk.start // block_size : -(-end // block_size)].min() < 0:
                 raise ValueError(f"slot {chunk.slot} has no block somewhere in positions {chunk.start} to {end - 1}")
 
-    def _start_decode(self, plan: StepPlan) -> LaunchedStep:
+    def _start_decode(self, plan: StepPlan) -> StepRows:
         size = self.graphs.decode_size(len(plan.decode_slots_S))
         self._rows.set_batch(plan.decode_slots_S, size)
         self._staging.send(0)
         self.graphs.run_decode(size)
-        return self._step_sampler.started(plan, self.graphs.decode_rows(size), first_end=0)
+        return self._step_sampler.rows_of(plan, self.graphs.decode_rows(size), first_end=0)
 
-    def _start_mixed(self, plan: StepPlan) -> LaunchedStep:
+    def _start_mixed(self, plan: StepPlan) -> StepRows:
         exact = MixedLayout.exact(plan)
         layout = self.graphs.find_shape(exact, len(plan.prefill))
         payload_U = self._staging.payload(layout.num_words)
@@ -346,7 +346,7 @@ class CudaRunner:
         self._staging.send(layout.num_words)
         self.graphs.run_mixed(layout)
         rows_B = self.graphs.sampled_rows(layout)
-        return self._step_sampler.started(plan, rows_B, first_end=layout.num_decodes)
+        return self._step_sampler.rows_of(plan, rows_B, first_end=layout.num_decodes)
 
 
 def _to_host(values_D: torch.Tensor) -> torch.Tensor:
@@ -355,7 +355,7 @@ def _to_host(values_D: torch.Tensor) -> torch.Tensor:
     return host_D.copy_(values_D, non_blocking=True)
 
 
-def _sampled(values_B: np.ndarray, launched: _InFlightStep) -> np.ndarray:
+def _sampled(values_B: np.ndarray, launched: _LaunchedStep) -> np.ndarray:
     """A copy of the step's own entries, decodes first."""
     decodes = values_B[: launched.num_decodes]
     if not launched.num_ends:

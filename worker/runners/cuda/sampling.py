@@ -1,10 +1,11 @@
-"""What follows a step until its tokens are chosen: sampling parameters of its rows beyond a temperature, and masks.
+"""How a step's tokens are chosen where a temperature is not all: other sampling parameters of its rows, and masks.
 
-The last kernel of a step chooses a token for every row. Rows that need more get another one from the same logits, and
-all other rows of the batch stay untouched. That happens on the device (model/gpu/sampling_state.py) and nothing waits,
-unless a row needs more than there is room for (model/gpu/sampling_columns.py): such special rows go through the whole
-sampler (model/sampling/sampler.py), and the host waits for their tokens, for a row's history must hold them before the
-next step. Must not know: how the step was launched, who waits for the tokens.
+The last kernel of a step chooses a token for every row by its temperature alone. Rows that ask for more get another
+token from the same logits, and all other rows of the batch stay untouched. That happens on the device
+(model/gpu/sampling_state.py) and nothing waits, unless a row needs more than there is room for
+(model/gpu/sampling_columns.py): such special rows go through the whole sampler (model/sampling/sampler.py), and the
+host waits for their tokens, for a row's history must hold them before the next step. Must not know: how the step was
+launched, who waits for the tokens.
 
 Legend: R slots · B rows of the step as it was run · S sampled rows of the plan · N some of them · V vocabulary ·
 W words of a mask.
@@ -113,11 +114,9 @@ class SpecialRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LaunchedStep:
-    """A step that was run. rows_B: int32 on the device. first_end: where the rows of ended chunks begin in it.
-
-    slots_S: ``plan.sampled_slots``. stages: what they need.
-    """
+class StepRows:
+    """The rows of a launched step. rows_B: int32 on the device. first_end: where those of ended chunks begin in it.
+    slots_S: ``plan.sampled_slots``. stages: what sampling them takes."""
 
     plan: StepPlan
     rows_B: torch.Tensor
@@ -186,38 +185,36 @@ class StepSampler:
         masks = self._masks.send(np.zeros(1, np.int32), everything)
         self._graphs.run_sampling(scratch_B, ~Stage.NONE, masks)
 
-    def started(self, plan: StepPlan, rows_B: torch.Tensor, *, first_end: int) -> LaunchedStep:
-        """The step, with what its rows need."""
+    def rows_of(self, plan: StepPlan, rows_B: torch.Tensor, *, first_end: int) -> StepRows:
+        """The rows of a launched step, with what they need. rows_B, first_end: see StepRows."""
         slots_S = plan.sampled_slots
         stages = self._rows.stages(slots_S)
-        return LaunchedStep(plan=plan, rows_B=rows_B, first_end=first_end, slots_S=slots_S, stages=stages)
+        return StepRows(plan=plan, rows_B=rows_B, first_end=first_end, slots_S=slots_S, stages=stages)
 
-    def run(self, step: LaunchedStep, masks: StepMasks | None) -> StepLogprobs:
-        """Enqueue every kernel that the step's rows need. Waits for the device where a row is special, only."""
-        if not step.stages:
+    def run(self, rows: StepRows, masks: StepMasks | None) -> StepLogprobs:
+        """Enqueue every kernel that the step's rows need. Waits for the device only where a row is special."""
+        if not rows.stages:
             return _NO_LOGPROBS
-        slots_S, stages = step.slots_S, step.stages & ~Stage.SPECIAL
+        slots_S, stages = rows.slots_S, rows.stages & ~Stage.SPECIAL
         special_N = self._rows.special(slots_S)
         # The whole sampler masks its rows itself: their log-probabilities are of the raw logits.
         masks, of_special = (None, None) if masks is None else _divided(masks, special_N)
-        sent = None if masks is None else self._masks.send(step.columns(masks.index_N), masks.bits_NW)
-        self._graphs.run_sampling(step.rows_B, stages, sent)
-        logprobs = self._choose_special(step, special_N, of_special) if len(special_N) else {}
+        sent = None if masks is None else self._masks.send(rows.columns(masks.index_N), masks.bits_NW)
+        self._graphs.run_sampling(rows.rows_B, stages, sent)
+        logprobs = self._choose_special(rows, special_N, of_special) if len(special_N) else {}
         if Stage.LOGPROBS not in stages:
             return StepLogprobs(logprobs=logprobs)
         index_N, count_N = self._rows.with_logprobs(slots_S)
-        column_N, num_answers = step.columns(index_N), len(step.rows_B)
+        column_N, num_answers = rows.columns(index_N), len(rows.rows_B)
         return StepLogprobs(
             index_N=index_N, column_N=column_N, count_N=count_N, num_answers=num_answers, logprobs=logprobs
         )
 
-    def _choose_special(
-        self, run: LaunchedStep, index_N: np.ndarray, masks: TokenMasks | None
-    ) -> dict[int, SlotLogprobs]:
+    def _choose_special(self, rows: StepRows, index_N: np.ndarray, masks: TokenMasks | None) -> dict[int, SlotLogprobs]:
         """Tokens of rows that only the whole sampler can serve, and their log-probabilities."""
         step, state = self._graphs.step, self._graphs.state
-        slots_N, column = run.slots_S[index_N], torch.from_numpy(run.columns(index_N)).to(self._device)
-        logits_NV, lengths_N = step.logits_BV[column].float(), _lengths(run.plan)[index_N]
+        slots_N, column = rows.slots_S[index_N], torch.from_numpy(rows.columns(index_N)).to(self._device)
+        logits_NV, lengths_N = step.logits_BV[column].float(), _lengths(rows.plan)[index_N]
         sampled = self.special.sample(logits_NV, slots_N, lengths_N, masks)
         tokens_N = sampled.tokens_S.to(torch.int32)
         step.token_B[column] = tokens_N
