@@ -62,7 +62,7 @@ def curve(panel: str, name: str, unit: str, points: Iterable[tuple[float, float]
         "unit": unit,
         "sizes": list(sizes),
         "costs": [float(f"{cost:.4g}") for cost in costs],
-        "exponent": round(exponent(sizes, costs), 2),
+        "exponent": round(exponent(sizes, costs), 2) + 0.0,  # no "-0.00"
     }
 
 
