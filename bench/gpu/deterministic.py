@@ -14,7 +14,7 @@ import torch
 from bench.figures import write_json
 from bench.gpu.device import need_cuda
 from bench.gpu.models import random_model
-from bench.gpu.recorded_steps import Bench, time_decode, time_recorded_prefill
+from bench.gpu.recorded_steps import Bench, time_decode, time_prefill
 from bench.gpu.runner import BLOCK_SIZE
 from bench.gpu.timed_engine import GpuEngine
 from bench.gpu.workloads import nano
@@ -23,7 +23,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.weights import GpuWeights
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graph_runner import TIMED_CONTEXT, Autotune, CudaRunnerConfig
+from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
@@ -49,9 +49,7 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
     """By mode and name. Both modes read the same weights, pool and rows."""
     bench = Bench(shape)
     fast = bench.decode, bench.mixed
-    bench.state.position_R[bench.state.scratch_row] = TIMED_CONTEXT
-    bench.decode.autotuner.choose({batch for batch, _ in DECODES}, bench.decode.run)
-    bench.state.position_R[bench.state.scratch_row] = 0
+    bench.choose_ways()
     invariant = InvariantDecodeStep(
         bench.decode.weights, bench.state, bench.kv, max_batch=len(bench.decode.rows_B),
         vocab_size=min(NUM_IDS, bench.config.vocab_size),
@@ -60,9 +58,7 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for mode, (bench.decode, bench.mixed) in zip(MODES, (fast, fixed), strict=True):
         times = {f"decode {b} x {context}": time_decode(bench, b, context, 0.0) for b, context in DECODES}
-        times |= {
-            f"prefill {count} x {length}": time_recorded_prefill(bench, count, length) for count, length in PREFILLS
-        }
+        times |= {f"prefill {count} x {length}": time_prefill(bench, count, length) for count, length in PREFILLS}
         found[mode] = times
     return found
 

@@ -20,6 +20,7 @@ from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.worker.runners.cuda.graph_runner import TIMED_CONTEXT, batch_sizes
 
 BLOCK_SIZE = 16
 
@@ -50,6 +51,13 @@ class Bench:
             taken, self.state, self.kv, max_batch=num_rows, vocab_size=min(NUM_IDS, self.config.vocab_size)
         )
         self.mixed = MixedStep(self.decode, max_tokens=max_tokens)
+
+    def choose_ways(self) -> None:
+        """Time the ways of few rows as a start does, where this device has not been asked yet."""
+        position_R, scratch = self.state.position_R, self.state.scratch_row
+        position_R[scratch] = TIMED_CONTEXT
+        self.decode.autotuner.choose(batch_sizes(len(self.decode.rows_B)), self.decode.run)
+        position_R[scratch] = 0
 
     def holds(self, batch: int, context: int) -> bool:
         """Whether the pool is large enough for so many rows at this context, and for what they grow."""
@@ -135,15 +143,7 @@ def prefill_inputs(bench: Bench, num_prompts: int, length: int) -> MixedInputs:
 
 
 def time_prefill(bench: Bench, num_prompts: int, length: int) -> float:
-    """Median milliseconds of whole prompts in one step, launched kernel by kernel, to the first tokens on the host."""
-    inputs = prefill_inputs(bench, num_prompts, length)
-    bench.mixed.run(inputs)
-    torch.cuda.synchronize()
-    return statistics.median(elapsed_ms(lambda: bench.mixed.run(inputs), 3) for _ in range(5))
-
-
-def time_recorded_prefill(bench: Bench, num_prompts: int, length: int) -> float:
-    """`time_prefill` as a graph: what the host's launches cost is not in it."""
+    """Median milliseconds of whole prompts in one step, recorded."""
     inputs = prefill_inputs(bench, num_prompts, length)
     graph = capture(lambda: bench.mixed.run(inputs))
     graph.replay()

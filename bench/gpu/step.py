@@ -3,8 +3,9 @@
     python -m bench.gpu.step [--shape 0.5B] [--weights bf16 fp8 int4] [--json out/gpu_step.json] [--profile]
 
 Random weights of the published shapes, bf16 or rounded: fp8 and int8 as `--quantization` does, int4 with groups of 128
-as in GPTQ's checkpoints. Each decode figure is the median of five timings of replays of one CUDA
-graph; `floor` is what reading the weights and the live keys and values once would take at the measured copy rate.
+as in GPTQ's checkpoints. Each figure is the median of five timings of replays of one CUDA graph, by the way that a
+start chooses; `floor` is what reading the weights and the live keys and values once would take at the measured copy
+rate.
 Prints a line for each figure, with --profile also the kernels of a step; --json writes the figures, too.
 """
 
@@ -22,7 +23,7 @@ from bench.gpu.recorded_steps import Bench, capture, time_decode, time_prefill
 from bench.shapes import PUBLISHED
 
 DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 256), (256, 560), (1, 8192), (16, 8192), (1, 30000)]
-PREFILLS = [(1, 16), (1, 512), (1, 2048), (1, 8192), (8, 2048)]
+PREFILLS = [(1, 16), (1, 64), (1, 128), (1, 256), (1, 512), (1, 2048), (1, 8192), (8, 2048)]
 PROFILES = [(1, 256), (32, 256), (256, 560)]
 Figures = dict[str, float]
 
@@ -30,6 +31,7 @@ Figures = dict[str, float]
 def measure(shape: str, weights: str, rate: float, *, with_profile: bool) -> Figures:
     """All figures of one shape. rate: bytes a second of a copy."""
     bench = Bench(shape, weights=weights)
+    bench.choose_ways()
     print(f"{shape}, {weights}: copy {rate / 1e12:.2f} TB/s, weights {bench.weight_bytes / 1e9:.2f} GB")
     figures = measure_decodes(bench, rate) | measure_prefills(bench, rate)
     for batch, context in PROFILES if with_profile else ():
