@@ -10,13 +10,11 @@ Legend: B sequences of the batch · R rows · N query heads · H head dim · D m
 that this rank has.
 """
 
-from dataclasses import replace
-
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.autotune import Autotuner, Cublas, Overlapping, SmallBatch, SplitK
-from octavo.model.gpu.layers import LayerBuffers, Layers, decode_args, embed_tokens, finish_of, run_layers
+from octavo.model.gpu.autotune import Autotuner, Overlapping, SmallBatch, SplitK, StepPath
+from octavo.model.gpu.layers import LayerBuffers, Layers, PlainFinish, decode_args, embed_tokens, finish_of, run_layers
 from octavo.model.gpu.overlapping_layers import OverlappingFinish, fits_overlapping, overlapping_room
 from octavo.model.gpu.small_batch_layers import SmallBatchLayers
 from octavo.model.gpu.split_k_layers import SplitKFinish, split_k_room
@@ -106,16 +104,10 @@ class DecodeStep:
         # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
         embed_tokens(self.weights, self._no_ids_B[: len(rows_B)], rows_B, self.state.last_token_R, x_BD)
 
-    def _run_planned(self, path: Cublas | SplitK | Overlapping, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
-        args = self.plan(rows_B)
+    def _run_planned(self, path: StepPath, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
+        finish, overlap = self.products(path, self.buffers, plain=self._finish)
+        args = self.plan(rows_B, overlap)
         self._embed(rows_B, x_BD)
-        finish = self._finish
-        match path:
-            case SplitK(cuts=cuts):
-                finish = SplitKFinish(self.weights, self.buffers, self._room, cuts)
-            case Overlapping(cuts=cuts):
-                finish = OverlappingFinish(self.weights, self.buffers, self._overlapping_room, cuts)
-                args = replace(args, overlap=Overlap.DEPENDENT)
 
         def attend(
             index: int, layer: LayerWeights, qkv_BC: torch.Tensor, x_BD: torch.Tensor, out_BNH: torch.Tensor
@@ -125,10 +117,21 @@ class DecodeStep:
         run_layers(self.weights, Layers(finish, attend), x_BD)
         self.compute_logits(x_BD, self._index_B[: len(rows_B)])
 
-    def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
+    def products(self, path: StepPath, buffers: LayerBuffers, *, plain: PlainFinish) -> tuple[PlainFinish, Overlap]:
+        """What follows attention on this path, in these buffers, and whether the kernels beside it overlap with it.
+        plain: a library's products. Those of a small batch are another step's."""
+        match path:
+            case SplitK(cuts=cuts):
+                return SplitKFinish(self.weights, buffers, self._room, cuts), Overlap.NONE
+            case Overlapping(cuts=cuts):
+                finish = OverlappingFinish(self.weights, buffers, self._overlapping_room, cuts)
+                return finish, Overlap.DEPENDENT
+        return plain, Overlap.NONE
+
+    def plan(self, rows_B: torch.Tensor, overlap: Overlap = Overlap.NONE) -> DecodeArgs:
         """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""
         plan_work(rows_B, self.state.position_R, self._work)
-        return decode_args(self.weights, self.state, rows_B, self._work, self._partials)
+        return decode_args(self.weights, self.state, rows_B, self._work, self._partials, overlap)
 
     def attend(
         self,

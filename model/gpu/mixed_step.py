@@ -4,7 +4,8 @@
     rows      state's last tokens       ids from the host
 
 Decode rows go through the decode kernel (their position and last token are the state's own), chunks through the prefill
-kernels. Rows whose last chunk this is get their position here, and their first token is sampled with the decodes'.
+kernels. Rows whose last chunk this is get their position here, and their first token is sampled with the decodes'. A
+step of few tokens takes the products that a decode step of so many rows takes: those read the weights alone.
 
 Legend: T tokens · B decode rows · S sampled rows · N query heads · H head dim · W tiles of chunk attention.
 """
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.gpu.decode_step import DecodeStep
-from octavo.model.gpu.layers import LayerBuffers, Layers, attend_layers, embed_tokens, finish_of
+from octavo.model.gpu.layers import LayerBuffers, Layers, PlainFinish, attend_layers, embed_tokens, finish_of
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.prefill import prefill_attention
 from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.attention.widened import MOST_TILES, WideContext, plan_wide, widen
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.rows import rms_norm
 
 CONTEXT_OF_TOKENS = 4
@@ -86,10 +88,16 @@ class MixedStep:
         other tokens are not read there, so what follows the last attention is computed for these alone."""
         x_SD = self._buffers.x_TD.index_select(0, index_S)
         out_SNH = self._buffers.out_TNH.index_select(0, index_S)
-        finished: torch.Tensor = self.weights.config.family.finish(
-            self._finish, len(self.weights.layers) - 1, x_SD, out_SNH
-        )
+        finish, _ = self._products(x_SD)
+        finished: torch.Tensor = self.weights.config.family.finish(finish, len(self.weights.layers) - 1, x_SD, out_SNH)
         return finished
+
+    def _products(self, x_TD: torch.Tensor) -> tuple[PlainFinish, Overlap]:
+        """See DecodeStep.products. A stream that is summed by shares has a library's: they write what is summed."""
+        if self.weights.ranks.shares(x_TD) is not None:
+            return self._finish, Overlap.NONE
+        path = self._decode.autotuner.path(len(x_TD))
+        return self._decode.products(path, self._buffers, plain=self._finish)
 
     def end_chunks(self, inputs: MixedInputs) -> None:
         """Rows whose prompt is complete stand at its last token."""
@@ -98,8 +106,10 @@ class MixedStep:
     def forward(self, inputs: MixedInputs) -> None:
         """Every layer over all tokens, up to the last one's attention."""
         T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
-        embed_tokens(self.weights, inputs.ids_T, inputs.row_T, state.last_token_R, self._buffers.x_TD[:T])
-        args = self._decode.plan(inputs.row_T[:B]) if B else None
+        x_TD = self._buffers.x_TD[:T]
+        finish, overlap = self._products(x_TD)
+        embed_tokens(self.weights, inputs.ids_T, inputs.row_T, state.last_token_R, x_TD)
+        args = self._decode.plan(inputs.row_T[:B], overlap) if B else None
         wide = self._wide if len(inputs.tiles_W4) <= MOST_TILES else None
         if wide is not None:
             plan_wide(inputs.tiles_W4, self._table, wide)
@@ -110,9 +120,9 @@ class MixedStep:
             if args is not None:
                 self._decode.attend(index, layer, qkv_TC[:B], x_TD[:B], out_TNH[:B], args)
             if B < T:
-                self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs, wide)
+                self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs, wide, overlap)
 
-        attend_layers(self.weights, Layers(self._finish, attend), self._buffers.x_TD[:T])
+        attend_layers(self.weights, Layers(finish, attend), x_TD)
 
     def _attend_chunks(
         self,
@@ -123,16 +133,17 @@ class MixedStep:
         out_TNH: torch.Tensor,
         inputs: MixedInputs,
         wide: WideContext | None,
+        overlap: Overlap,
     ) -> None:
         T, B, config, weights = len(qkv_TC), inputs.num_decodes, self.weights.config, self.weights
         k_pool, v_pool, table_RM = self._decode.kv.k_pools[index], self._decode.kv.v_pools[index], self._table
         q_TNH = self._q_TNH[:T]
         rope_write(
             qkv_TC[B:], x_TD[B:], layer.qkv_bias_C, q_TNH[B:], k_pool, v_pool, inputs.row_T[B:], inputs.position_T[B:],
-            table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps, layer.qk_norm_2H,
+            table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps, layer.qk_norm_2H, overlap=overlap,
         )  # fmt: skip
         if wide is None:
-            prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale)
+            prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale, overlap=overlap)
             return
         widen(k_pool, v_pool, wide)
         wide_W4, left_W4 = wide.tiles(len(inputs.tiles_W4))

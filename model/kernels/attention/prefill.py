@@ -22,6 +22,7 @@ import triton.language as tl
 
 from octavo.model.kernels.attention import prefill_hopper
 from octavo.model.kernels.checks import check_pools, check_tensor
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 QUERY_TILE = 128
 MAX_INT = 2**31
@@ -122,8 +123,10 @@ def _stream(
 def _prefill_attention_kernel(
     q_TNH, k_pool, v_pool, out_TNH, table_RM, tiles_W4, table_width, log2_scale,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, OFFSET: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     n = tl.program_id(0)
     tile = tiles_W4 + tl.program_id(1) * 4
     row = tl.load(tile)
@@ -160,6 +163,8 @@ def prefill_attention(
     table_RM: torch.Tensor,
     tiles_W4: torch.Tensor,
     scale: float,
+    *,
+    overlap: Overlap = Overlap.NONE,
 ) -> None:
     """Put the attention of every token that a tile covers into out_TNH; other rows stay as they are.
 
@@ -175,11 +180,14 @@ def prefill_attention(
     check_tensor("table_RM", table_RM, shape=(None, None), dtype=torch.int32)
     if not len(tiles_W4):
         return
-    if prefill_hopper.attend(q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, scale * LOG2_E):
+    if prefill_hopper.attend(
+        q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, scale * LOG2_E, overlap=overlap
+    ):
         return
     tiles = PrefillTiles.of(H, q_TNH.element_size())
     _prefill_attention_kernel[(N, len(tiles_W4))](
         q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, table_RM.shape[1], scale * LOG2_E,
         N=N, K=K, H=H, S=S, QUERIES=QUERY_TILE, KEYS=tiles.keys, STAGES=tiles.stages,
-        OFFSET=tl.int32 if k_pool_PKSH.numel() < MAX_INT else tl.int64, num_warps=tiles.warps,
+        OFFSET=tl.int32 if k_pool_PKSH.numel() < MAX_INT else tl.int64, PDL=overlap.value, launch_pdl=overlap.value,
+        num_warps=tiles.warps,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.model.kernels.attention.warp_groups import COLUMNS, KEYS, QUERIES, SMEM, SMEM_OF_QUERIES, attend_kernel
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.precompile import is_compiling
 
 LEAST_BLOCK = 8  # tokens: the rows of one pattern in shared memory
@@ -80,6 +81,7 @@ def attend(
     log2_scale: float,
     *,
     chunk_tokens: int = 0,
+    overlap: Overlap = Overlap.NONE,
 ) -> bool:
     """`prefill.prefill_attention` of checked tensors, where they fit and this compiles; whether it was done.
 
@@ -104,10 +106,10 @@ def attend(
     constants = {
         "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order, "CHUNK": chunk_tokens,
         "SUMS": form.sums if chunk_tokens else SUMS, "CONSUMER_REGISTERS": form.registers[0],
-        "PRODUCER_REGISTERS": form.registers[1], "num_warps": 4,
+        "PRODUCER_REGISTERS": form.registers[1], "PDL": overlap.value, "launch_pdl": overlap.value, "num_warps": 4,
     }  # fmt: skip
     grid = (min(num_items, _num_programs(q_TNH.device)),)
-    if not _compiles((N, K, H, S, chunk_tokens, q_TNH.dtype, q_TNH.device), arguments, constants, grid):
+    if not _compiles((N, K, H, S, chunk_tokens, overlap, q_TNH.dtype, q_TNH.device), arguments, constants, grid):
         return False
     attend_kernel[grid](*arguments, **constants)
     return True

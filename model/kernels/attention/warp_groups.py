@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, merge
 from octavo.model.kernels.gluon import async_load, thread_barrier
+from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
@@ -301,8 +302,9 @@ def attend_kernel(
     q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_width, num_items, nowhere, log2_scale,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr,
     KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, SUMS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
     element: gl.constexpr = out_TNH.dtype.element_ty
     BOX: gl.constexpr = k_rows.block_type.shape[0]
     ROOMS: gl.constexpr = BUFFERS * (KEYS // BOX) * (H // COLUMNS)
@@ -337,6 +339,8 @@ def attend_kernel(
         out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, scratch, tiles_W4,
         num_items, log2_scale,
     )  # fmt: skip
+    # The groups of warps begin behind this one.
+    wait_for_previous(PDL)
     gl.warp_specialize(
         [
             (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS)),

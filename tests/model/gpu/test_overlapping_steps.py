@@ -1,4 +1,4 @@
-"""Decode steps whose kernels overlap: their cuts, and their logits against the way by a library's products, on a Hopper
+"""Steps whose kernels overlap: their cuts, and their logits against the way by a library's products, on a Hopper
 GPU alone."""
 
 import pytest
@@ -10,6 +10,7 @@ from bench.shapes import PUBLISHED
 from octavo.model import CausalLM, KvPool, ModelConfig
 from octavo.model.gpu.autotune import Autotuner, Cublas, candidates
 from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.overlapping_layers import (
     OVERLAPPING_SIZES,
     all_cuts_of,
@@ -19,6 +20,7 @@ from octavo.model.gpu.overlapping_layers import (
 )
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.attention.prefill import list_tiles
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.kernels.products.overlapping import BLOCK
 from octavo.model.parallel import config_of_rank
@@ -151,3 +153,61 @@ def test_logits_are_those_of_the_way_by_a_library(size: int, num_rows: int, chan
     expected, found = logits("cublas").float(), logits(f"overlapping-{size}")
     assert ((found.float() - expected).norm() / expected.norm()).item() < 3e-2
     assert torch.equal(logits(f"overlapping-{size}"), found)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("changes", [{}, QWEN3, WIDE], ids=["qwen2", "qwen3", "wide"])
+@pytest.mark.parametrize(
+    ("size", "decodes", "lengths"),
+    [(16, 0, [16]), (16, 3, [13]), (32, 20, [5, 1]), (64, 0, [40, 20]), (128, 1, [100]), (256, 64, [130, 62])],
+)
+def test_steps_of_prompts_and_decodes_have_the_logits_of_the_way_by_a_library(
+    size: int, decodes: int, lengths: list[int], changes: dict[str, object]
+) -> None:
+    """Chunks stand behind a cached context; what they write is what later steps read."""
+    config = ModelConfig.from_dict(CONFIG | changes)
+    model = CausalLM.random(config, seed=1, dtype=torch.bfloat16, device="cuda")
+    num_rows = decodes + len(lengths)
+    kv = KvPool(config, num_rows * M + 1, S, torch.bfloat16, "cuda")
+    torch.manual_seed(size)
+    pools = (*kv.k_pools, *kv.v_pools)
+    before = [torch.randn_like(pool) for pool in pools]
+    state = RowState(num_slots=num_rows, table_width=M, scratch_block=num_rows * M, device=torch.device("cuda"))
+    state.table_RM[:num_rows] = torch.randperm(num_rows * M, device="cuda").view(num_rows, M).int()
+    positions = torch.randint(0, 150, (num_rows,), device="cuda", dtype=torch.int32)
+    starts = positions[decodes:].tolist()
+    state.last_token_R[:num_rows] = tokens = torch.randint(0, 512, (num_rows,), device="cuda", dtype=torch.int32)
+    step = DecodeStep(GpuWeights.take(model, max_positions=512), state, kv, max_batch=256, vocab_size=512)
+    mixed = MixedStep(step, max_tokens=256)
+    firsts = [decodes + sum(lengths[:i]) for i in range(len(lengths))]
+    chunks = list(zip(range(decodes, num_rows), firsts, starts, lengths, strict=True))
+
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    inputs = MixedInputs(
+        num_decodes=decodes,
+        ids_T=ints([-1] * decodes + [7 * i % 512 for i in range(sum(lengths))]),
+        row_T=ints([*range(decodes), *(row for row, _, _, count in chunks for _ in range(count))]),
+        position_T=ints([0] * decodes + [start + i for _, _, start, count in chunks for i in range(count)]),
+        tiles_W4=torch.from_numpy(list_tiles(chunks)).cuda(),
+        last_S=ints([*range(decodes), *(first + count - 1 for _, first, _, count in chunks)]),
+        rows_S=ints([*range(num_rows)]),
+        ended_E=ints([row for row, *_ in chunks]),
+        position_E=ints([start + count - 1 for _, _, start, count in chunks]),
+    )
+
+    def outcome(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        for pool, content in zip(pools, before, strict=True):
+            pool.copy_(content)
+        state.position_R[:num_rows], state.last_token_R[:num_rows] = positions, tokens
+        step.autotuner.names = dict.fromkeys((len(inputs.ids_T), num_rows), name)
+        mixed.run(inputs)
+        changes = [(pool[:-1].float() - content[:-1].float()) for pool, content in zip(pools, before, strict=True)]
+        return step.logits_BV[:num_rows].float(), torch.stack(changes)
+
+    (expected, cached), (found, written) = outcome("cublas"), outcome(f"overlapping-{size}")
+    for mine, others in ((found, expected), (written, cached)):
+        assert ((mine - others).norm() / others.norm()).item() < 3e-2
+    again, _ = outcome(f"overlapping-{size}")
+    assert torch.equal(again, found)

@@ -45,7 +45,8 @@ class Device:
         self.state.table_RM[:5] = ints(np.random.default_rng(0).permutation(P - 1)).view(5, M)
         weights = GpuWeights.take(model, max_positions=S * M)
         self.decode = DecodeStep(weights, self.state, self.kv, max_batch=8, vocab_size=300)
-        self.decode.autotuner.names = dict.fromkeys(range(1, 9), path)
+        of_many = {64: "split_k-64"} if path.startswith("split_k") else {}
+        self.decode.autotuner.names = dict.fromkeys(range(1, 9), path) | of_many
         self.mixed = MixedStep(self.decode, max_tokens=256)
 
     def prefill(self, chunks: list[tuple[int, list[int], int, bool]], decodes: list[int]) -> list[int]:

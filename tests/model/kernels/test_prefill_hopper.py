@@ -16,6 +16,7 @@ from octavo.model.kernels.attention import prefill_hopper
 from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles
 from octavo.model.kernels.attention.prefill_hopper import attend
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
+from octavo.model.kernels.overlap import Overlap
 
 needs_compiler = pytest.mark.skipif(
     not triton.__version__.startswith(KNOWN_VERSIONS),
@@ -36,6 +37,7 @@ from octavo.model.kernels.attention.invariant_hopper import CHUNK_TOKENS
 from octavo.model.kernels.attention.prefill_hopper import FORMS, SUMS
 
 H, S, folder, is_cut = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "cut"
+is_overlapping = not is_cut
 rows = f"tensordesc<bf16[{min(S, kernel.KEYS.value)}, {kernel.COLUMNS.value}],{kernel.SMEM.value!r}>"
 cubes = f"tensordesc<bf16[{kernel.QUERIES.value}, 1, {kernel.COLUMNS.value}],{kernel.SMEM_OF_QUERIES.value!r}>"
 types = dict(
@@ -46,6 +48,7 @@ form = FORMS[H]
 constants = dict(
     N=14, K=2, H=H, S=S, BUFFERS=form.buffers, KEEPS_ORDER=form.keeps_order, CONSUMER_REGISTERS=form.registers[0],
     PRODUCER_REGISTERS=form.registers[1], CHUNK=CHUNK_TOKENS if is_cut else 0, SUMS=form.sums if is_cut else SUMS,
+    PDL=is_overlapping,
 )
 source = GluonASTSource(kernel.attend_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
@@ -74,6 +77,7 @@ def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contex
     assembly = (tmp_path / "kernel.ptx").read_text()
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in assembly
+    assert ("griddepcontrol.wait" in assembly) == (contexts == "whole")
     written = re.findall(r"st\.shared\.v4\.b32\s+\[ ?(%r\d+) ?\+ ?(\d+) ?\]", assembly)
     assert written
     places = {offset for _, offset in written}
@@ -122,6 +126,7 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
 @pytest.mark.sanitize(only=lambda num_programs: num_programs is not None)
 @needs_hopper
 @needs_compiler
+@pytest.mark.parametrize("overlap", list(Overlap))
 @pytest.mark.parametrize(
     ("N", "K", "S", "H", "dtype", "chunks", "num_programs"),
     [
@@ -146,7 +151,7 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
 )
 def test_attention_equals_the_dense_one(
     N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]], num_programs: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    overlap: Overlap, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Pools are NaN where no token was written, empty tiles are skipped, rows without one stay as they are."""
     if num_programs is not None:
@@ -171,7 +176,7 @@ def test_attention_equals_the_dense_one(
     tiles = torch.from_numpy(list_tiles(placed)).cuda()
     tiles = torch.cat([tiles, torch.zeros(9, 4, dtype=torch.int32, device="cuda")])
     out = torch.full_like(q_TNH, float("nan"))
-    assert attend(q_TNH, pools[0], pools[1], out, table, tiles, H**-0.5 * LOG2_E)
+    assert attend(q_TNH, pools[0], pools[1], out, table, tiles, H**-0.5 * LOG2_E, overlap=overlap)
     for (_, token, _, count), expected in zip(placed, wanted, strict=True):
         torch.testing.assert_close(out[token : token + count].float(), expected, atol=2e-2, rtol=2e-2)
         assert out[token + count : token + count + 2].isnan().all()

@@ -225,7 +225,8 @@ class GraphRunner:
         for size in self._sizes:
             self.run_sampling(self.step.rows_B[:size])
         for layout in self._shapes.layouts():
-            self._mixed_work(layout)()
+            for _ in self.step.autotuner.try_all(layout.num_tokens):
+                self._mixed_work(layout)()
         for size in self._sizes:
             for _ in self.step.autotuner.try_all(size):
                 self._decode_work(size)()
