@@ -1,5 +1,6 @@
 """Decode and mixed steps against the model's own forward on the reference backend, on a GPU or in the interpreter."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,9 +125,9 @@ def whole_model(changes: dict[str, object]) -> CausalLM:
     return CausalLM.random(ModelConfig.from_dict(RANK_CONFIG | changes), seed=1, dtype=torch.float32, device=DEVICE)
 
 
-def tokens_of_rank(ranks: Ranks, changes: dict[str, object]) -> dict[str, object]:
+def tokens_of_rank(ranks: Ranks, changes: dict[str, object], path: str = "cublas") -> dict[str, object]:
     """A prompt, another in two chunks beside a decode, and decodes of both."""
-    device = Device(cut(whole_model(changes), ranks), "cublas")
+    device = Device(cut(whole_model(changes), ranks), path)
     tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
     tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
     tokens.append(device.step([0, 1]))
@@ -173,6 +174,50 @@ def test_sums_of_few_rows_may_go_another_way(tmp_path: Path) -> None:
     expected = alone(tokens_of_rank, {})
     for found in on_ranks(2, tokens_by_peers, tmp_path):
         assert found["sums"] > 4
+        assert found["tokens"] == expected["tokens"]
+        assert np.abs(found["logits"] - expected["logits"]).max() < 1e-5
+
+
+class ByShares:
+    """Sums of streams, of products that lie beside them (`DividedSums`), as devices of one host have them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self.num_sums = ranks, 0
+        self._stream = self._products = torch.empty(0)
+
+    def stream(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._stream, self._products = torch.empty(shape, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+        return self._stream
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.data_ptr() == self._stream.data_ptr()
+
+    def parts(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        yield slice(0, len(x)), self._products[: len(x)]
+
+    def add(self, x: torch.Tensor) -> None:
+        self.num_sums += 1
+        x += self._ranks.sum(self._products[: len(x)].clone())
+        self._products.fill_(torch.nan)
+
+    def arrivals(self, x: torch.Tensor) -> Iterator[slice]:
+        yield slice(0, len(x))
+
+
+def tokens_by_shares(ranks: Ranks) -> dict[str, object]:
+    """`tokens_of_rank`, where streams are summed by shares, and products are our own where they may be."""
+    shares = ByShares(ranks)
+    found = tokens_of_rank(replace(ranks, divided=shares), {}, "split_k-16")
+    return {**found, "sums": shares.num_sums}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_ranks.py has the ways that devices have")
+@pytest.mark.timeout(600)
+def test_streams_that_are_summed_by_shares_keep_a_librarys_products(tmp_path: Path) -> None:
+    """Those write the room that is summed; ours would write the stream."""
+    expected = alone(tokens_of_rank, {})
+    for found in on_ranks(2, tokens_by_shares, tmp_path):
+        assert found["sums"] == 4  # of both mixed steps: the last layer is finished for few tokens alone
         assert found["tokens"] == expected["tokens"]
         assert np.abs(found["logits"] - expected["logits"]).max() < 1e-5
 
