@@ -1,4 +1,4 @@
-"""transformers reads the prompt; its past_key_values are written into our blocks; our paged attention goes on.
+"""transformers reads the prompt; its cache is written into our blocks; our paged attention goes on.
 
     python -m examples.transformers_prefill                                  # a random model, no network
     python -m examples.transformers_prefill --model Qwen/Qwen2.5-0.5B-Instruct --prompt "The capital of France is"
@@ -67,14 +67,17 @@ def adopt_cache(sequences: PagedSequences, cache: Any, num_tokens: int) -> None:
 
 def decode_together(ours: CausalLM, theirs: Any, ids: list[int], flags: argparse.Namespace) -> bool:
     """Feed both the token that transformers finds most likely; whether ours was the same at every step."""
+    from transformers import DynamicCache
+
     sequences = PagedSequences(ours, get_backend(flags.backend), num_sequences=1, max_tokens=len(ids) + flags.tokens)
-    output = theirs(torch.tensor([ids]), use_cache=True)
-    adopt_cache(sequences, output.past_key_values, len(ids))
+    cache = DynamicCache(config=theirs.config)  # passed by its place: its keyword is not the same in all releases
+    output = theirs(torch.tensor([ids]), None, None, cache, use_cache=True)
+    adopt_cache(sequences, cache, len(ids))
     token = int(output.logits[0, -1].argmax())
     is_equal = True
     print(f"{'step':>4} {'fed':>7} {'theirs':>7} {'ours':>7} {'max |logits difference|':>24} {'relative':>10}")
     for step in range(flags.tokens):
-        output = theirs(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+        output = theirs(torch.tensor([[token]]), None, None, cache, use_cache=True)
         their_logits_V = output.logits[0, -1].float()
         our_logits_V = ours.logits(sequences.step({0: [token]})[0])[0]
         difference_V = our_logits_V - their_logits_V

@@ -98,8 +98,10 @@ class Fed(Protocol):
 class _Fp8Cache:
     """A cache of transformers that keeps nothing and rounds keys and values as an e4m3 cache would."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by every layer."""
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by every layer, with what else a release of transformers has to say."""
         return _to_fp8(keys), _to_fp8(values)
 
 
@@ -148,12 +150,13 @@ class Reference:
         mask_TT[num_shared:, :num_shared] += torch.tensor(fed.repeats, dtype=torch.float64).log().float()
         with torch.inference_mode():
             return (
+                # By their places, for the fourth has another name in transformers 5.24 than before.
                 model(
-                    input_ids=torch.tensor([fed.token_ids]),
-                    position_ids=torch.tensor([fed.positions]),
+                    torch.tensor([fed.token_ids]),
                     # Layers may be called sliding where their window is as long as the context.
-                    attention_mask=dict.fromkeys((FULL, SLIDING), mask_TT[None, None]),
-                    past_key_values=_Fp8Cache() if rounded.cache == "fp8" else None,
+                    dict.fromkeys((FULL, SLIDING), mask_TT[None, None]),
+                    torch.tensor([fed.positions]),
+                    _Fp8Cache() if rounded.cache == "fp8" else None,
                     use_cache=False,
                 )
                 .logits[0]
