@@ -136,12 +136,13 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 keep_freed_memory()
-faults()
-print(faults())
+print(min(faults() for _ in range(6)))
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
 def test_memory_that_a_step_freed_is_there_for_the_next() -> None:
     done = subprocess.run([sys.executable, "-c", _FAULTS_OF_A_TENSOR], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 10  # given back and had again they are 20 huge pages, or 9,766 small ones
+    # Given back and had again they are 20 huge pages, or 9,766 small ones. What lies in the room of the one
+    # before moves the next one, once.
+    assert int(done.stdout) < 10
