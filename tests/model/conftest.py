@@ -8,7 +8,7 @@ import torch
 
 from octavo.model import CausalLM, ModelConfig
 from tests.support.model.checkpoints import tiny_config, write_tiny_checkpoint
-from tests.support.model.interpreter import WARNINGS, let_comparisons_be_booleans, sum_products_in_one_order
+from tests.support.model.interpreter import WARNINGS, prepare_interpreter, sum_products_in_one_order
 from tests.support.model.ranks import alone, on_ranks
 
 OF_KERNELS = ("gpu", "kernels")
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def booleans() -> None:
     """Kernels' masks are booleans in every version of the interpreter."""
-    let_comparisons_be_booleans()
+    prepare_interpreter()
 
 
 @pytest.fixture(scope="module", autouse=True)

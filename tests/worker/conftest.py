@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.support.model.interpreter import cut_decodes_coarsely, let_comparisons_be_booleans
+from tests.support.model.interpreter import cut_decodes_coarsely, prepare_interpreter
 
 
 @pytest.fixture(scope="session", autouse=True)
 def booleans() -> None:
     """Kernels' masks are booleans in every version of the interpreter."""
-    let_comparisons_be_booleans()
+    prepare_interpreter()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from octavo.model import load_model
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import paged_logits
 from tests.support.model.checkpoints import write_tiny_checkpoint
-from tests.support.model.interpreter import WARNINGS, convert_to_e4m3_as_devices_do, let_comparisons_be_booleans
+from tests.support.model.interpreter import WARNINGS, convert_to_e4m3_as_devices_do, prepare_interpreter
 
 pytestmark = list(WARNINGS)
 
@@ -23,7 +23,7 @@ def test_prompts_and_single_tokens_give_the_models_logits(
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        let_comparisons_be_booleans()
+        prepare_interpreter()
         convert_to_e4m3_as_devices_do(monkeypatch)
     write_tiny_checkpoint(tmp_path)
     ids = list(range(1, 20))

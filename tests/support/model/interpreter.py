@@ -1,7 +1,9 @@
 """Triton's interpreter, where it needs help."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,11 +45,18 @@ def convert_to_e4m3_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-def let_comparisons_be_booleans() -> None:
-    """Comparisons in triton's interpreter call their result a number of their operands' type: spread over a block it
-    becomes one, and triton 3.9 takes no such masks."""
+@cache
+def prepare_interpreter() -> None:
+    """Once in every process that runs kernels in the interpreter."""
     if find_spec("triton") is None:
         return
+    _let_comparisons_be_booleans()
+    _patch_the_language_once()
+
+
+def _let_comparisons_be_booleans() -> None:
+    """Comparisons in triton's interpreter call their result a number of their operands' type: spread over a block it
+    becomes one, and triton 3.9 takes no such masks."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -58,6 +67,31 @@ def let_comparisons_be_booleans() -> None:
 
     for name in [name for name in vars(builder) if name.startswith(("create_icmp", "create_fcmp"))]:
         setattr(builder, name, boolean(getattr(builder, name)))
+
+
+def _patch_the_language_once() -> None:
+    """The interpreter goes through the whole language at each call of a function within a kernel, to put its own in the
+    place of what a launch has replaced already, and makes a table of all types to look one up: half of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, look_up = interpreter._patch_lang, interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def patch_once(fn: Any) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in (tl, tl.core)):
+            return patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    def look_up_once(kind: Any) -> Any:
+        scalar = kind.scalar
+        if scalar.is_ptr():
+            return look_up(scalar)
+        if scalar.name not in known:
+            known[scalar.name] = look_up(scalar)
+        return known[scalar.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, look_up_once
 
 
 def sum_products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:

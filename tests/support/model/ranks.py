@@ -23,7 +23,7 @@ import torch
 from octavo.model import CausalLM
 from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.parallel import Ranks, join_ranks, part_of
-from tests.support.model.interpreter import let_comparisons_be_booleans
+from tests.support.model.interpreter import prepare_interpreter
 
 TIMEOUT_S = 300.0
 SHOW_TIMEOUT_S, END_TIMEOUT_S = 5.0, 20.0
@@ -140,7 +140,7 @@ def _one(
     faulthandler.enable()
     torch.set_num_threads(1)
     if "triton" in sys.modules and place is Place.CPU:  # what `work` computes with; this process has no fixtures
-        let_comparisons_be_booleans()
+        prepare_interpreter()
     device = f"cuda:{rank}" if place is Place.GPUS else "cpu"
     try:
         with (
