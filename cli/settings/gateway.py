@@ -10,7 +10,9 @@ class AddressSettings(Settings):
     """Where the gRPC service is; servers and clients read the same two."""
 
     host: Host = setting("127.0.0.1", "Address of the gRPC service", panel="Addresses")
-    port: int = setting(50051, "Port of the gRPC service; 0 takes a free one", panel="Addresses", ge=0, le=65535)
+    port: int = setting(
+        50051, "Port of the gRPC service; 0: serve and gateway take a free one", panel="Addresses", ge=0, le=65535
+    )
 
 
 class AdminPortSettings(Settings):

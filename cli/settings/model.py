@@ -146,7 +146,7 @@ class SchedulingSettings(Settings):
         None,
         "Milliseconds that a step takes prompts for while outputs are generated beside them; 0: as long as it takes; "
         "unset: that on a CPU, on a GPU 20, or 16 steps without prompts, or as long as the next prompt has waited, but "
-        "no longer than a step full of prompts' beginnings takes",
+        "no longer than a step full of prompts' beginnings takes and a quarter of that",
         panel="Scheduling",
         ge=0,
         allow_inf_nan=False,
