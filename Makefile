@@ -129,7 +129,7 @@ bench-gpu: dev ## steps, engine and transformers on a CUDA device, against the f
 		$(BIN)/python -m bench.gpu.grpc --shape $(SHAPE) --load-generator "$(LOAD_GENERATOR)" \
 			--out "out/gpu_grpc_cache_$$cache.json" -- --prefix-cache "$$cache"; done
 
-# What its parts may take, and one at a time on a lent machine: the module's text.
+# How long its parts may take, and how to run them one at a time: the module's text.
 TP_SHAPE ?= 7B
 RANKS ?= 1 2
 TP ?=
