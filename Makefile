@@ -62,7 +62,7 @@ coverage: dev ## how much of the code the tests pass through, by file in out/cov
 
 # What computes on the CPU, as lesser CPUs do it: OCTAVO_CPU_ISA hides instructions from our kernels and from torch.
 ISAS ?= avx2 vnni
-ISA_TESTS := tests/model tests/bench tests/worker/loading/test_weight_format.py tests/worker/loading/test_deterministic_loading.py \
+ISA_TESTS := tests/model tests/bench/cpu tests/worker/loading/test_weight_format.py tests/worker/loading/test_deterministic_loading.py \
 	tests/worker/runners/test_runner_memory.py tests/cli/tools/test_doctor_cpu.py tests/cli/tools/test_doctor_deterministic.py \
 	tests/cli/tools/test_check_numerics.py tests/cli/client/test_embed.py tests/cli/serve/test_serve.py
 test-isa: dev ## the tests that depend on the kind of CPU, with instructions hidden, ISAS="avx2 vnni", in a few minutes
