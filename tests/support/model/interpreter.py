@@ -52,6 +52,7 @@ def prepare_interpreter() -> None:
         return
     _let_comparisons_be_booleans()
     _patch_the_language_once()
+    _reduce_by_halves()
 
 
 def _let_comparisons_be_booleans() -> None:
@@ -92,6 +93,29 @@ def _patch_the_language_once() -> None:
         return known[scalar.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, look_up_once
+
+
+def _reduce_by_halves() -> None:
+    """The interpreter calls functions that combine elements for one pair of elements after the other, but for a few
+    functions that it knows; they take blocks, too."""
+    from triton.runtime import interpreter
+
+    def reduce(self: Any, input: tuple[Any, ...]) -> list[Any]:
+        blocks, axis = self.unravel(input, self.axis)
+        parts = [np.moveaxis(block.handle.data, axis, 0) for block in blocks]
+        while (count := len(parts[0])) > 1:
+            halves = [part[half] for half in (slice(count // 2), slice(count // 2, None)) for part in parts]
+            found = self.combine_fn.fn(
+                *(self.to_tensor(half, block.dtype) for half, block in zip(halves, 2 * blocks, strict=True))
+            )
+            parts = [each.handle.data for each in (found if isinstance(found, tuple) else (found,))]
+        whole = [part[0] for part in parts]
+        if self.keep_dims:
+            places = axis if self.axis is not None else tuple(range(input[0].handle.data.ndim))
+            whole = [np.expand_dims(part, places) for part in whole]
+        return [self.to_tensor(part, block.dtype) for part, block in zip(whole, blocks, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce = reduce
 
 
 def sum_products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
