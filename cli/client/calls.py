@@ -21,7 +21,7 @@ from rich.table import Table
 from octavo.cli.client.connect import channel_options_of, connect, credentials_of, metadata_of
 from octavo.cli.errors import usage
 from octavo.cli.settings.addresses import join_address, reachable
-from octavo.cli.settings.groups import ClientSettings, HealthSettings
+from octavo.cli.settings.groups import CallSettings, HealthSettings, RequestSettings
 from octavo.client.embeddings import EmbedFields
 from octavo.client.options import open_channel
 
@@ -31,7 +31,7 @@ _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 EMBED_BATCH = 256  # inputs that one call takes
 
 
-def embed(settings: ClientSettings, texts: Sequence[str], *, pooling: str, normalize: bool) -> int:
+def embed(settings: RequestSettings, texts: Sequence[str], *, pooling: str, normalize: bool) -> int:
     """Embed all texts, in as many calls as they need."""
     fields = EmbedFields(pooling=pooling, normalize=normalize)
     if settings.model_name:
@@ -60,7 +60,7 @@ def _write(entry: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def cancel(settings: ClientSettings, request_id: str) -> int:
+def cancel(settings: CallSettings, request_id: str) -> int:
     """Print what became of it; 0 where it was in flight, 1 where it was not, or may go on."""
     with connect(settings) as client:
         response = client.cancel(request_id)
@@ -74,7 +74,7 @@ def cancel(settings: ClientSettings, request_id: str) -> int:
     return 0 if response.found else 1
 
 
-def show_models(settings: ClientSettings, *, as_json: bool) -> int:
+def show_models(settings: CallSettings, *, as_json: bool) -> int:
     """Print a table, one row per model, or one JSON object a line."""
     with connect(settings) as client:
         models = client.models()

@@ -7,7 +7,7 @@ import typer
 
 from octavo.cli.client.generate_options import ConstraintOptions, OutputOptions
 from octavo.cli.help import PlainCommand
-from octavo.cli.settings.groups import ALL_KEYS, ClientSettings, HealthSettings
+from octavo.cli.settings.groups import ALL_KEYS, CallSettings, ClientSettings, HealthSettings, RequestSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved
 
@@ -33,9 +33,9 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("chat", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
     app.command("generate", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
-    app.command("embed", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(embed))
-    app.command("cancel", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(cancel))
-    app.command("models", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
+    app.command("embed", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(RequestSettings, ALL_KEYS)(embed))
+    app.command("cancel", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CallSettings, ALL_KEYS)(cancel))
+    app.command("models", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CallSettings, ALL_KEYS)(models))
     app.command("health", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(HealthSettings, ALL_KEYS)(health))
 
 
@@ -81,7 +81,7 @@ def generate(
 
 
 def embed(
-    resolved: Resolved[ClientSettings],
+    resolved: Resolved[RequestSettings],
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; - or nothing reads stdin, one a line.")] = None,
     pooling: Annotated[
         PoolingKind, typer.Option("--pooling", help="What becomes the vector.")
@@ -96,7 +96,7 @@ def embed(
 
 
 def cancel(
-    resolved: Resolved[ClientSettings],
+    resolved: Resolved[CallSettings],
     request_id: Annotated[str, typer.Argument(help="Its id, as its caller chose it or x-request-id told it.")],
 ) -> int:
     """End a request of your own, at whichever gateway it runs; exit with 0 where it was in flight, else 1."""
@@ -106,7 +106,7 @@ def cancel(
 
 
 def models(
-    resolved: Resolved[ClientSettings],
+    resolved: Resolved[CallSettings],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, with every field.")] = False,
 ) -> int:
     """List the models that a service has, with their limits."""

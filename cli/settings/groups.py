@@ -220,11 +220,21 @@ class ScaleSettings(AdminPortSettings, CallSettings):
     """`octavo scale`."""
 
 
-class ClientSettings(CallSettings):
-    """The commands that call a service."""
+class ModelNameSettings(Settings):
+    """Which of a service's models is meant."""
 
     model_name: str = setting("", "Name of the served model; unset: the only one", panel="Request")
+
+
+class RequestSettings(ModelNameSettings, CallSettings):
+    """`octavo embed`: a request of any kind."""
+
     timeout_s: float | None = setting(None, "Deadline of a request in seconds; unset: none", panel="Request", gt=0)
+
+
+class ClientSettings(RequestSettings):
+    """`octavo chat` and `octavo generate`."""
+
     max_tokens: int | None = setting(
         None, "Tokens to generate at most; unset: to the end of the context", panel="Request", ge=1
     )
@@ -242,7 +252,7 @@ class ClientSettings(CallSettings):
     stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")
 
 
-class HealthSettings(WorkerMetricsSettings, ClientSettings):
+class HealthSettings(WorkerMetricsSettings, ModelNameSettings, CallSettings):
     """`octavo health`."""
 
 
@@ -258,7 +268,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "worker": WorkerSettings,
     "client": ClientSettings,
 }
-"""The groups by the command that uses them; `client` is chat, generate and tour."""
+"""The groups by the command that uses them; `client` is what calls a service, each command with its part of them."""
 
 ALL_KEYS = frozenset(AllSettings.model_fields)
 """Every key that the configuration file may have."""

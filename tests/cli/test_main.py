@@ -14,15 +14,26 @@ from typer.main import get_command
 
 from octavo.cli.app import app
 from octavo.cli.main import main
-from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, AllSettings
-from octavo.cli.settings.setting import flag_of, help_of, variable_of
+from octavo.cli.settings.groups import (
+    ALL_KEYS,
+    AllSettings,
+    CallSettings,
+    ClientSettings,
+    GatewaySettings,
+    HealthSettings,
+    RequestSettings,
+    ServeSettings,
+    WorkerSettings,
+)
+from octavo.cli.settings.setting import Settings, flag_of, help_of, variable_of
 from octavo.v1 import model_pb2
 
-USERS = {
-    "serve": "serve", "tour": "serve", "doctor": "serve", "gateway": "gateway", "worker": "worker", "chat": "client",
-    "generate": "client", "embed": "client", "models": "client", "health": "client",
-    "cancel": "client", "bench": "client",
+SETTINGS: dict[str, type[Settings]] = {
+    "serve": ServeSettings, "tour": ServeSettings, "doctor": ServeSettings, "gateway": GatewaySettings,
+    "worker": WorkerSettings, "chat": ClientSettings, "generate": ClientSettings, "bench": ClientSettings,
+    "embed": RequestSettings, "models": CallSettings, "cancel": CallSettings, "health": HealthSettings,
 }  # fmt: skip
+"""Of each command; those that generate nothing have no sampling."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +46,11 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(("command", "group"), USERS.items())
-def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: str, group: str) -> None:
+@pytest.mark.parametrize("command", SETTINGS)
+def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: str) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     flags = {flag for parameter in commands[command].params for flag in parameter.opts}
-    settings = COMMANDS[group].model_fields
+    settings = SETTINGS[command].model_fields
     own = {
         "chat": {"--system", "--receipt"},
         "generate": {
@@ -50,7 +61,7 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
             "--truncate-prompt-tokens",
         },
         "embed": {"--pooling", "--raw", "texts"},
-        "health": {"--live", "--worker", "--worker-metrics-port", "--metrics-host"},
+        "health": {"--live", "--worker"},
         "cancel": {"request_id"},
         "bench": {
             *("--request-rate", "--burstiness", "--max-concurrency", "--warmups", "--processes", "--save", "--picture"),
@@ -63,7 +74,7 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "400"])
-@pytest.mark.parametrize("command", USERS)
+@pytest.mark.parametrize("command", SETTINGS)
 def test_help_names_flag_variable_and_default_of_every_setting_at_any_width(
     command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +82,7 @@ def test_help_names_flag_variable_and_default_of_every_setting_at_any_width(
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     words = set(re.split(r"[\s(),]+", shown))
-    for name, field in COMMANDS[USERS[command]].model_fields.items():
+    for name, field in SETTINGS[command].model_fields.items():
         is_shown = help_of(field).visibility == "shown"
         assert (flag_of(name) in words) is is_shown, name
         assert (variable_of(name) in words) is is_shown, name
