@@ -156,6 +156,11 @@ class OutputProcessor:
         """Tokens that no piece has carried yet."""
         return self.num_tokens - self._num_taken
 
+    @property
+    def owes_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are to be told, and the piece with the last of them was not taken."""
+        return bool(self._format.prompt_ids) and not self._num_taken
+
     def feed_prompt(self, logprobs: list[TokenLogprobs]) -> None:
         """What follows of the prompt's log-probabilities; before any token."""
         self._prompt_logprobs += logprobs

@@ -379,9 +379,12 @@ class OutputStreams:
 
     async def next(self) -> tuple[int, Piece | None] | None:
         """Of some output its next piece, or None once where it has ended; None after the last of all. Outputs take
-        turns. Raises the RequestError that ended one of them. For one caller at a time."""
+        turns, behind the prompt that output 0 tells. Raises the RequestError that ended one of them. For one caller at
+        a time."""
         while self._open:
-            for index, stream in tuple(self._open.items()):
+            first = self._open.get(0)
+            turns = ((0, first),) if first and first.processor.owes_prompt else tuple(self._open.items())
+            for index, stream in turns:
                 piece = stream.take()
                 if piece is not None:
                     self._open[index] = self._open.pop(index)  # behind the others

@@ -150,6 +150,27 @@ async def test_log_probabilities_stand_with_their_tokens(serve: Any) -> None:
     assert (chosen.token_id, chosen.logprob, chosen.rank, len(chosen.candidates)) == (70, -0.25, 1, 2)
 
 
+async def test_the_prompt_comes_before_all_outputs(serve: Any) -> None:
+    def speak(run: FakeRun) -> None:
+        run.tokens([70])
+        run.finish()
+
+    def speak_last(run: FakeRun) -> None:
+        sink: Any = run.sink
+        sink.on_prompt_logprobs([TokenLogprobs(-1.0, (), ())] * 2)
+        speak(run)
+
+    pool = FakePool()
+    loop = asyncio.get_running_loop()
+    pool.on_run = lambda run: loop.call_later(0.1, speak_last, run) if run is pool.runs[0] else speak(run)
+    async with serve(pool) as served:
+        sampling, response = oe.SamplingParams(num_sequences=3), oe.ResponseOptions(return_prompt_logprobs=True)
+        answers = await answers_of(inference(served).Generate(request(sampling=sampling, response=response)))
+    kinds = [answer.WhichOneof("event") for answer in answers]
+    assert kinds[0] == "prompt"
+    assert sorted(kinds[1:]) == ["finished"] * 3 + ["token"] * 3
+
+
 async def test_errors_are_a_status_before_a_worker_has_the_request_and_one_event_after_it(serve: Any) -> None:
     async with serve() as served:
         stub = inference(served)

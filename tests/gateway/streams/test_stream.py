@@ -6,9 +6,9 @@ import pytest
 
 from octavo.gateway.errors import Draining, InternalDefect, NumericalFault, RequestAborted, SlowConsumer, WorkerLost
 from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor
-from octavo.gateway.streams.stream import OutputStream, StreamState
+from octavo.gateway.streams.stream import Notifier, OutputStream, OutputStreams, StreamState
 from octavo.gateway.text.stop_matcher import StopStrings
-from octavo.wire.messages import Finished, WireFinishReason
+from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 
 ROWS = [b"<end>", b"a", b"b"]
 
@@ -199,3 +199,22 @@ async def test_tokens_of_steps_in_flight_fit_between_the_mark_and_the_end() -> N
     assert output.state is StreamState.RUNNING
     output.on_tokens([1], None)
     assert isinstance(output.error, SlowConsumer)
+
+
+async def test_nothing_of_any_output_precedes_the_prompts_log_probabilities() -> None:
+    notifier, num_prompt_tokens = Notifier(), 700  # more than one piece tells
+    streams = []
+    for prompt_ids in (range(num_prompt_tokens), ()):
+        output_format = OutputFormat(bytes_by_id=ROWS, wants_ids=False, prompt_ids=prompt_ids)
+        processor = OutputProcessor(output_format)
+        streams.append(OutputStream(processor, max_pending_tokens=9, on_match=lambda _: None, notifier=notifier))
+    streams[0].on_prompt_logprobs([TokenLogprobs(-1.0, (), ())] * (num_prompt_tokens - 1))
+    for each in reversed(streams):
+        each.on_tokens([1], None)
+        each.on_finished(finished())
+    outputs, told = OutputStreams(streams), list[tuple[int, int, str]]()
+    while (news := await outputs.next()) is not None:
+        index, piece = news
+        if piece is not None:
+            told.append((index, len(piece.prompt_logprobs), piece.text))
+    assert told == [(0, 256, ""), (0, 256, ""), (0, 187, "a"), (1, 0, "a")]
