@@ -187,13 +187,17 @@ class OutputProcessor:
             if self.num_tokens + index < self._format.min_tokens:
                 self._text += text
                 continue
-            self._text += matcher.feed(text)
+            self._text += self._until_stop(text, matcher)
             if matcher.match is not None:
-                if self._format.stop_text is StopText.INCLUDED:
-                    self._text += matcher.match
                 self._end_calls()
                 return token_ids[: index + 1]
         return token_ids
+
+    def _until_stop(self, text: str, matcher: StopMatcher) -> str:
+        """What may be sent of this text; where a stop string ends in it, up to that one, or with it."""
+        sent = matcher.feed(text)
+        is_included = self._format.stop_text is StopText.INCLUDED
+        return sent + matcher.match if is_included and matcher.match is not None else sent
 
     def _detokenize(self) -> str:
         """The text of what came, but for a last token that may prove to be the end."""
@@ -226,8 +230,7 @@ class OutputProcessor:
         """text: what was not given to the matcher yet."""
         self._to_detokenize = []
         if self._matcher is not None:
-            text = self._matcher.feed(text)
-            text += self._matcher.flush()
+            text = self._until_stop(text, self._matcher) + self._matcher.flush()
         self._text += text
         self._end_calls()
 

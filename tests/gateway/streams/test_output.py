@@ -3,10 +3,11 @@
 import codecs
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor, Piece
+from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor, Piece, StopText
 from octavo.gateway.text.pieces import ByteTable
 from octavo.gateway.text.stop_matcher import StopStrings
 from octavo.wire.messages import TokenLogprobs
@@ -134,3 +135,26 @@ def test_logprobs_stop_with_the_output() -> None:
     assert (piece.text, processor.match) == ("a", "b")
     processor.feed([1], [positions[0]])
     assert (processor.take(), processor.num_tokens) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("stop_text", "stops", "text", "match"),
+    [
+        (StopText.INCLUDED, ["ba"], "aba", "ba"),  # the stop token's own text completes it
+        (StopText.INCLUDED, ["abab"], "aba", None),
+        (StopText.LEFT_OUT, ["ba"], "a", None),
+    ],
+)
+def test_a_stop_string_that_the_stop_token_completes_is_in_the_text_where_that_is_wanted(
+    stop_text: StopText, stops: list[str], text: str, match: str | None
+) -> None:
+    output_format = OutputFormat(
+        bytes_by_id=ROWS,
+        wants_ids=False,
+        stop_strings=StopStrings(stops),
+        stop_ids=frozenset({4}),
+        stop_text=stop_text,
+    )
+    processor = OutputProcessor(output_format)
+    pieces = run(processor, [1, 4], seed=0, stop_token_id=4)
+    assert ("".join(piece.text for piece in pieces), processor.match) == (text, match)
