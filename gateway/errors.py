@@ -50,7 +50,11 @@ class MalformedMessage(RequestError):
 
 
 class ExceedsCapacity(RequestError):
-    """The request can never fit, even alone."""
+    """The request can never fit, even alone. field: the one that asks for too much; empty where it is no single one."""
+
+    def __init__(self, description: str, *, field: str = "") -> None:
+        super().__init__(f"{field}: {description}" if field else description)
+        self.field, self.description = field, description
 
 
 class ModelNotFound(RequestError):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, raise_if_any
 
 SILENT_TRAILER = "x-unreachable-gateways"
@@ -44,8 +44,12 @@ def unserved(
                 yield from unserved(element, refused, opaque=opaque, prefix=f"{path}[{index}].")
 
 
-def with_paths(error: InvalidRequest, path_of: Callable[[str], str]) -> InvalidRequest:
-    """The same violations with the paths of a dialect. path_of: theirs for one of ours."""
+def with_paths(
+    error: InvalidRequest | ExceedsCapacity, path_of: Callable[[str], str]
+) -> InvalidRequest | ExceedsCapacity:
+    """The same with the paths of a dialect. path_of: theirs for one of ours."""
+    if isinstance(error, ExceedsCapacity):
+        return ExceedsCapacity(error.description, field=path_of(error.field)) if error.field else error
     return InvalidRequest(
         tuple(Violation(field=path_of(each.field), description=each.description) for each in error.violations)
     )

@@ -164,7 +164,7 @@ class Embedder:
                 ids_T = await self._prompt_ids(each, card, path, request.truncate_prompt_tokens, share)
                 check_context(len(ids_T), 1, card)
             except (ExceedsCapacity, TooManyTokens) as error:
-                raise ExceedsCapacity(f"inputs[{index}]: {error}") from None
+                raise ExceedsCapacity(str(error), field=f"inputs[{index}]") from None
             if not len(ids_T):
                 raise InvalidRequest.of(f"{path}input", "gives no tokens")
             prompts.append(ids_T)

@@ -182,7 +182,8 @@ def check_outputs(num_outputs: int, capacity: Capacity) -> None:
     """Raises ExceedsCapacity where a worker can never hold so many outputs, running or waiting."""
     room = capacity.max_num_seqs + capacity.max_waiting
     if num_outputs > room:
-        raise ExceedsCapacity(f"num_outputs: {num_outputs} are more than the {room} that a worker runs and queues")
+        description = f"{num_outputs} are more than the {room} that a worker runs and queues"
+        raise ExceedsCapacity(description, field="num_outputs")
 
 
 def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, capacity: Capacity) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_generate
 from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
@@ -150,8 +150,10 @@ def check_abort(request: oe.AbortRequest) -> None:
             raise InvalidRequest.of("request_id", wrong)
 
 
-def in_callers_names(error: InvalidRequest, request: oe.GenerateRequest) -> InvalidRequest:
-    """The same violations with the paths of this dialect."""
+def in_callers_names(
+    error: InvalidRequest | ExceedsCapacity, request: oe.GenerateRequest
+) -> InvalidRequest | ExceedsCapacity:
+    """The same with the paths of this dialect."""
     return with_paths(error, lambda path: _path(path, request))
 
 

@@ -8,7 +8,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from octavo.gateway.dialects.unserved import path_by, with_paths
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from octavo.gateway.validation.fields import raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_embed, check_generate
 from octavo.v1 import common_pb2
@@ -22,6 +22,7 @@ _PATHS = (
     ("model", "x-model"),
     ("token_ids.ids", "tokenized.input_ids"),
     ("inputs[0].token_ids.ids", "tokenized.input_ids"),
+    ("inputs[0]", "tokenized"),
     ("inputs", "tokenized"),
     ("sampling.", "sampling_params."),
     ("constraint.ebnf", "sampling_params.grammar"),
@@ -139,8 +140,8 @@ def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
     return translated
 
 
-def in_callers_names(error: InvalidRequest) -> InvalidRequest:
-    """The same violations with the paths of this dialect."""
+def in_callers_names(error: InvalidRequest | ExceedsCapacity) -> InvalidRequest | ExceedsCapacity:
+    """The same with the paths of this dialect."""
     return with_paths(error, lambda path: path_by(_PATHS, path))
 
 

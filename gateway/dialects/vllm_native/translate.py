@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from octavo.gateway.validation.fields import raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_generate
 from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
@@ -110,8 +110,8 @@ def check_one_output(request: vllm.GenerateRequest) -> None:
         raise InvalidRequest.of("sampling.num_sequences", "must be 1 here: GenerateStream tells several")
 
 
-def in_callers_names(error: InvalidRequest) -> InvalidRequest:
-    """The same violations with the paths of this dialect."""
+def in_callers_names(error: InvalidRequest | ExceedsCapacity) -> InvalidRequest | ExceedsCapacity:
+    """The same with the paths of this dialect."""
     return with_paths(error, lambda path: path_by(_PATHS, path))
 
 

@@ -126,3 +126,10 @@ async def test_a_full_worker_is_exhausted_and_can_be_retried(serve: Any) -> None
         refusal = await refused(stub_of(served).ModelInfer(request()))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert refusal.pushback_ms is not None
+
+
+async def test_more_outputs_than_a_worker_can_hold_are_refused_by_the_callers_name(serve: Any) -> None:
+    async with serve() as served:
+        refusal = await refused(stub_of(served).ModelInfer(request(parameters={"n": 9})))
+    assert refusal.reason == "EXCEEDS_CAPACITY"
+    assert refusal.message == "sampling_parameters.n: 9 are more than the 8 that a worker runs and queues"

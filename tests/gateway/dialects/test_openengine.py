@@ -341,3 +341,11 @@ async def test_a_caller_that_leaves_frees_its_request(serve: Any) -> None:
         call.cancel()
         await served.until(lambda: served.pool.cancelled == [1])
         await asyncio.sleep(0)
+
+
+async def test_more_outputs_than_a_worker_can_hold_are_refused_by_the_callers_name(serve: Any) -> None:
+    async with serve() as served:
+        asked = request(sampling=oe.SamplingParams(num_sequences=9))
+        refusal = await refused(inference(served).Generate(asked))
+    assert refusal.reason == "EXCEEDS_CAPACITY"
+    assert refusal.message == "sampling.num_sequences: 9 are more than the 8 that a worker runs and queues"

@@ -324,3 +324,11 @@ async def test_a_shutdown_drains_the_gateway(serve: Any) -> None:
         await served.until(lambda: served.gateway.tracker.is_draining)
         refusal = await refused(inference(served).Generate(request()))
     assert refusal.reason == "DRAINING"
+
+
+async def test_more_outputs_than_a_worker_can_hold_are_refused_by_the_callers_name(serve: Any) -> None:
+    async with serve() as served:
+        asked = request(sampling=vllm.RandomSampling(num_sequences=9))
+        refusal = await refused(inference(served).GenerateStream(asked))
+    assert refusal.reason == "EXCEEDS_CAPACITY"
+    assert refusal.message == "sampling.num_sequences: 9 are more than the 8 that a worker runs and queues"

@@ -103,3 +103,13 @@ async def test_what_can_be_the_prompt_is_told_in_this_contracts_words(serve: Any
         grpc.StatusCode.INVALID_ARGUMENT,
         "input: one of tokenized, text must be set",
     )
+
+
+async def test_what_can_never_fit_is_refused_by_the_callers_name(serve: Any, vllm_stub: Stub) -> None:
+    async with serve() as served:
+        stub = vllm_stub(served.channel)
+        outputs = await refused(stub.Generate(vllm.GenerateRequest(text="x", sampling_params=vllm.SamplingParams(n=9))))
+        prompt = await refused(stub.Embed(vllm.EmbedRequest(tokenized=vllm.TokenizedInput(input_ids=[5] * 600))))
+    assert {outputs.reason, prompt.reason} == {"EXCEEDS_CAPACITY"}
+    assert outputs.message == "sampling_params.n: 9 are more than the 8 that a worker runs and queues"
+    assert prompt.message.startswith("tokenized: ")
