@@ -27,6 +27,7 @@ request; a top_k of -1 keeps all tokens, as 0 does there."""
 # tokenizer.json holds what these hold; they would only make the bundle larger.
 _OLD_FORMAT = {"vocab.json", "merges.txt", "added_tokens.json"}
 
+_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 """Where transformers 5 keeps templates that have names."""
 
@@ -106,11 +107,16 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files that gateways need to tokenize and to render chats. Raises CardError without a tokenizer.json."""
+    """The files that gateways need to tokenize and to render chats. Raises CardError without a tokenizer.json, or where
+    a template is no text."""
     found = {name: _read_file(folder, name) for name in BUNDLE_FILES if name not in _OLD_FORMAT}
     files = {name: content for name, content in found.items() if content is not None}
     if "tokenizer.json" not in files:
         raise CardError(f"{folder}: there is no tokenizer.json in it, so no text can be read or written")
+    try:
+        files.get(_TEMPLATE, b"").decode()
+    except UnicodeDecodeError as error:
+        raise CardError(f"{folder / _TEMPLATE} is not UTF-8: byte {error.start} begins no character") from None
     return files
 
 
@@ -252,7 +258,7 @@ def template_notes(folder: Path) -> tuple[str, ...]:
     """What an operator should know of the chat templates."""
     if not (folder / MORE_TEMPLATES).is_dir():
         return ()
-    return (f"{MORE_TEMPLATES} is not read: every chat is written by chat_template.jinja or tokenizer_config.json",)
+    return (f"{MORE_TEMPLATES} is not read: every chat is written by {_TEMPLATE} or tokenizer_config.json",)
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:

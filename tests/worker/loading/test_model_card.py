@@ -297,3 +297,11 @@ def test_numbers_and_depths_that_no_file_has_are_sentences(folder: Path, name: s
     (folder / name).write_text(content)
     with pytest.raises(CardError, match=error):
         describe(folder)
+
+
+def test_a_template_that_is_no_text_is_refused_by_its_name(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes("{# é #}{{ messages[0].content }}".encode())
+    assert "chat_template.jinja" in describe(folder).files
+    (folder / "chat_template.jinja").write_bytes("{# é #}{{ messages[0].content }}".encode("latin-1"))
+    with pytest.raises(CardError, match=r"chat_template\.jinja is not UTF-8: byte 3 begins no character"):
+        describe(folder)
