@@ -3,7 +3,7 @@
 Must not know: what tells one from another.
 """
 
-from octavo.model.config_fields import ConfigFields
+from octavo.model.config_fields import ConfigFields, shown
 from octavo.model.errors import ConfigError
 from octavo.model.families.interface import Family
 from octavo.model.families.qwen2 import QWEN2
@@ -18,6 +18,8 @@ def family_of(fields: ConfigFields) -> Family:
     family = FAMILIES[fields.text("model_type")]
     if fields.has("architectures"):
         named = fields.value("architectures")
-        if not isinstance(named, list) or family.architecture not in named:
-            raise ConfigError("architectures", f"{named!r} does not name {family.architecture}")
+        if not isinstance(named, list):
+            raise ConfigError("architectures", f"must be a list of names, is {shown(named)}")
+        if family.architecture not in named:
+            raise ConfigError("architectures", f"{shown(named)} does not name {family.architecture}")
     return family

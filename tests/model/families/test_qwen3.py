@@ -68,7 +68,7 @@ def test_the_config_says_what_the_family_is(folder: Path) -> None:
         ("attention_bias", {"attention_bias": True}, "true is not supported for qwen3"),
         ("model_type", {"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported, only 'qwen2' and 'qwen3'"),
         ("architectures", {"architectures": ["Qwen2ForCausalLM"]}, "does not name Qwen3ForCausalLM"),
-        ("architectures", {"architectures": "Qwen3ForCausalLM"}, "does not name Qwen3ForCausalLM"),
+        ("architectures", {"architectures": "Qwen3ForCausalLM"}, "must be a list of names, is 'Qwen3ForCausalLM'"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(field: str, changes: dict[str, Any], reason: str) -> None:
