@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,8 +76,12 @@ def ps(
     """
     from octavo.cli.tools.ps import show_local, show_remote
 
-    is_asked = any(resolved.origins[name].source is not Source.DEFAULT for name in ("host", "port"))
-    return show_remote(resolved.settings, as_json=json) if is_asked else show_local(as_json=json)
+    return show_remote(resolved.settings, as_json=json) if _names_address(resolved) else show_local(as_json=json)
+
+
+def _names_address(resolved: Resolved[Any]) -> bool:
+    """Whether a service is meant by its address."""
+    return any(resolved.origins[name].source is not Source.DEFAULT for name in ("host", "port"))
 
 
 def scale(
@@ -98,12 +102,12 @@ def scale(
 ) -> int:
     """Change how many workers a model of a running service has; those that go finish or hand over what they have.
 
-    Of the service that this user runs here; with --admin-port of the one there. With --cluster-gateways the number of
-    gateways on other hosts, which a service has that was started with some.
+    Of the service that this user runs here, the one at --host and --port where there are several; with --admin-port of
+    the one there. With --cluster-gateways the number of gateways on other hosts, where a service was started with some.
     """
     from octavo.cli.tools.scale import scale as run
 
-    return run(resolved.settings, words or [], cluster_gateways)
+    return run(resolved.settings, words or [], cluster_gateways, is_named=_names_address(resolved))
 
 
 def pull(

@@ -11,7 +11,7 @@ from octavo.cli.client.connect import channel_options_of, credentials_of, metada
 from octavo.cli.errors import CliError, usage
 from octavo.cli.serve.launch import supervisor_socket
 from octavo.cli.serve.record import running_services
-from octavo.cli.settings.addresses import join_address
+from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import ScaleSettings
 from octavo.client.options import open_channel
 from octavo.gateway.validation.limits import MAX_WORKERS
@@ -27,10 +27,11 @@ _ADVICE = {
 }
 
 
-def scale(settings: ScaleSettings, words: Sequence[str], num_gateways: int | None) -> int:
-    """Print what was and what is to be, of workers, of gateways on other hosts, or of both. Raises CliError."""
+def scale(settings: ScaleSettings, words: Sequence[str], num_gateways: int | None, *, is_named: bool) -> int:
+    """Print what was and what is to be, of workers, of gateways on other hosts, or of both. is_named: host or port say
+    which service is meant. Raises CliError."""
     asked = _read(words) if words or num_gateways is None else None
-    with _channel(settings) as channel:
+    with _channel(settings, is_named=is_named) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         if asked is not None:
             model, number = asked
@@ -72,18 +73,27 @@ def _read(words: Sequence[str]) -> tuple[str, int]:
     return (words[0] if len(words) == 2 else ""), int(number)
 
 
-def _channel(settings: ScaleSettings) -> grpc.Channel:
-    """To the admin port that is given, else to the supervisor of this user's only service here. Raises CliError,
-    RunDirError."""
+def _channel(settings: ScaleSettings, *, is_named: bool) -> grpc.Channel:
+    """To the admin port that is given, else to the supervisor of this user's service here that is named, or the only
+    one. Raises CliError, RunDirError."""
     if settings.admin_port is not None:
         address = join_address(settings.host, settings.admin_port)
         return open_channel(address, credentials_of(settings), channel_options_of(settings))
     services = running_services()
+    found = ", ".join(each.address for each in services) or "none"
+    if is_named and settings.port:  # 0 was any: nothing is said of it
+        address = join_address(reachable(settings.host), settings.port)
+        services = [each for each in services if each.address == address]
+        if not services:
+            raise CliError(
+                "no such service runs here",
+                f"--host and --port say {address}; of this user there run here: {found}",
+                "give them as `octavo ps` shows the service, or the --admin-port of one elsewhere",
+            )
     if len(services) != 1:
-        found = ", ".join(each.address for each in services) or "none"
         raise CliError(
             "which service is meant?",
             f"of this user there run here: {found}",
-            "give the --host and --admin-port of one, which it was started with",
+            "give the --host and --port of one",
         )
     return open_channel(f"unix:{supervisor_socket(Path(services[0].run_dir)).absolute()}", None, [])
