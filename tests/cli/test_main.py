@@ -176,6 +176,13 @@ def test_keys_are_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert error_lines(capsys)[1].startswith("keys/w.key exists")
 
 
+@pytest.mark.parametrize("name", ["", "../w", "a/b", "/tmp/w"])
+def test_keys_are_made_in_their_folder_only(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    assert main(["keys", "new", name]) == 1
+    assert error_lines(capsys)[1] == f"{name!r} is no name of a file in keys"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_config_show_tells_where_each_value_came_from(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
