@@ -5,10 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from typer.main import get_command
 
@@ -166,6 +169,30 @@ def test_nobody_to_talk_to_is_told_in_three_lines(capsys: pytest.CaptureFixture[
         "error: no service answers",
         "→ start one with `octavo serve`, or give its --host and --port",
     )
+
+
+def test_a_service_without_tls_is_told_in_three_lines_and_no_others() -> None:
+    """gRPC's C core writes lines of its own format, past what Python has for stderr."""
+    with grpc_server() as port:
+        command = [sys.executable, "-m", "octavo.cli.main", "models", "--tls", "on", "--port", str(port)]
+        variables = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    first, _, last = done.stderr.splitlines()
+    assert first == "error: no connection"
+    assert last.endswith("is it TLS? see --tls, --tls-ca-file and --client-cert-file")
+
+
+@contextmanager
+def grpc_server() -> Iterator[int]:
+    """The port of one that speaks plain text."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(None).wait()
 
 
 def test_keys_are_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
