@@ -1,14 +1,16 @@
 """The service behind: its gateways, and calls of one caller with the caller's own key."""
 
 import asyncio
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
 
 import grpc
 
 from octavo.client.aio import AsyncTextStream
-from octavo.client.errors import error_from
+from octavo.client.errors import OctavoError, error_from
 from octavo.client.events import OutputSoFar
 from octavo.client.options import open_aio_channel
 from octavo.gateway.front.errors import ApiError, word_of
@@ -67,12 +69,27 @@ class Service:
     async def embed(
         self, requests: Sequence[inference_pb2.EmbedRequest], metadata: Metadata
     ) -> list[inference_pb2.EmbedResponse]:
-        """The answers, in order. Raises OctavoError."""
+        """The answers, in order. Raises OctavoError, whose fields count the inputs of all requests together."""
         stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
-        try:
-            return [await stub.Embed(request, metadata=metadata) for request in requests]
-        except grpc.RpcError as error:
-            raise error_from(error) from None
+        answers, num_inputs = list[inference_pb2.EmbedResponse](), 0
+        for request in requests:
+            try:
+                answers.append(await stub.Embed(request, metadata=metadata))
+            except grpc.RpcError as error:
+                raise _counted_behind(num_inputs, error_from(error)) from None
+            num_inputs += len(request.inputs)
+        return answers
+
+
+def _counted_behind(num_inputs: int, error: OctavoError) -> OctavoError:
+    """The same error of a request whose inputs come behind so many others."""
+
+    def moved(path: str) -> str:
+        return re.sub(r"^inputs\[(\d+)\]", lambda found: f"inputs[{int(found[1]) + num_inputs}]", path)
+
+    error.message = moved(error.message)
+    error.violations = tuple(replace(each, field=moved(each.field)) for each in error.violations)
+    return error
 
 
 async def collect(stream: AsyncTextStream) -> list[OutputSoFar]:

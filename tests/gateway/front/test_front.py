@@ -148,6 +148,8 @@ def test_a_caller_that_hangs_up_frees_its_memory(stream: bool, fronted: tuple[Se
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "best_of: other than n is not supported"),
         ("/v1/completions", {"prompt": []}, 400, "prompt", "prompt: there is none"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, 400, "encoding_format", "encoding_format: "),
+        ("/v1/embeddings", {"input": ["a"] * 300 + [""]}, 400, "input[300]", "input[300]: must not be empty"),
+        ("/v1/embeddings", {"input": ["a"] * 256 + ["b " * 40_000]}, 400, "input[256]", "input[256]: more than "),
         ("/v1/nothing", {}, 404, None, "there is no /v1/nothing here"),
         ("/v1/embeddings", None, 405, None, "GET is not for /v1/embeddings"),
     ],
