@@ -33,9 +33,7 @@ _QUEUE, _DEFAULT_QUEUE, _BATCH = "OTEL_BSP_MAX_QUEUE_SIZE", 2048, 512
 _CLOSE_S = 2.0  # for spans that are left at the end
 _WARN_EVERY_S = 60.0
 # Statuses that are the server's fault, as the conventions for gRPC have it; the others are no errors of its span.
-_SERVER_ERRORS = frozenset(
-    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED_BY_LIBRARY"}
-)
+_SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
 
 class TracingError(ValueError):

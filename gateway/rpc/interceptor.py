@@ -238,7 +238,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
         """Answer an exception. Raises AbortError where a status was sent, CancelledError where the call is over."""
         if isinstance(error, grpc.aio.AbortError):
-            self._record(scope, "ABORTED_BY_LIBRARY", "")
+            self._record(scope, _code_of(context), "")
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             # Nearly always the caller went away. Where the task was cancelled otherwise, the RPC is alive, and without
             # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
@@ -291,6 +291,12 @@ def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
     if left_s is None or scope.wire_timeout_s is None:
         return _LEFT
     return _EXPIRED if left_s <= _EARLY_S + _EARLY_SHARE * scope.wire_timeout_s else _LEFT
+
+
+def _code_of(context: Context) -> str:
+    """The name of the code with which a handler ended the call itself; the library keeps its number."""
+    code = context.code()
+    return next((each.name for each in grpc.StatusCode if code in (each, each.value[0])), "UNKNOWN")
 
 
 def _named_model(context: Context) -> str:

@@ -303,3 +303,14 @@ async def test_several_requests_in_turn_leave_nothing_behind(serve: Any) -> None
         for _ in range(3):
             await answers_of(inference(served).Generate(request()))
         assert served.gateway.tracker.admission.counts().num_entered == 0
+
+
+async def test_what_a_method_refuses_itself_is_counted_by_its_code(serve: Any) -> None:
+    async with serve() as served:
+        await refused(control(served).Abort(oe.AbortRequest(request_id="r1")))
+        await refused(control(served).ListLoras(oe.ListLorasRequest()))
+        counted = {name: count for name, count in served.gateway.meters.rpcs.items() if "Control" in name[0]}
+    assert counted == {
+        ("/openengine.v1.Control/Abort", "NOT_FOUND", ""): 1,
+        ("/openengine.v1.Control/ListLoras", "FAILED_PRECONDITION", ""): 1,
+    }
