@@ -167,7 +167,8 @@ def _path(path: str, request: oe.GenerateRequest) -> str:
 
 
 def _is_integer(text: str, low: int, high: int) -> bool:
-    return re.fullmatch(r"-?[0-9]{1,10}", text) is not None and low <= int(text) <= high
+    sign = "-?" if low < 0 else ""
+    return re.fullmatch(sign + "[0-9]{1,10}", text) is not None and low <= int(text) <= high
 
 
 def _violations(request: oe.GenerateRequest) -> Iterator[Violation]:

@@ -289,6 +289,7 @@ async def test_fields_and_metadata_of_later_revisions_are_refused_by_name(serve:
             ("openengine-priority", ["2147483648"]),
             ("openengine-target-dp-rank", ["1"]),
             ("openengine-target-dp-rank", ["-1"]),
+            ("openengine-target-dp-rank", ["-0"]),
         ):
             call = stub.Generate(request(), metadata=[(name, value) for value in values])
             refusal = await refused(call)
