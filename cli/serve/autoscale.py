@@ -128,6 +128,9 @@ def policy_of(settings: ServeSettings) -> AutoscalePolicy | None:
     if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= MAX_WORKERS):
         numbers = f"{settings.autoscale!r} is not MIN:MAX with 1 ≤ MIN ≤ MAX ≤ {MAX_WORKERS}"
         raise usage_error("bad value for --autoscale", numbers, "write it as 1:4")
+    if settings.workers > int(high):
+        numbers = f"--workers is {settings.workers}, and --autoscale {settings.autoscale} allows {int(high)} at most"
+        raise usage_error("--workers and --autoscale contradict each other", numbers, "leave --workers out")
     return AutoscalePolicy(
         floor=int(low),
         ceiling=int(high),

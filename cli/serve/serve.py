@@ -82,7 +82,7 @@ def serve(settings: ServeSettings) -> int:
         check_workers_here(settings)
     check_traces()
     if (policy := _policy(settings)) is not None:
-        settings = settings.model_copy(update={"workers": min(max(settings.workers, policy.floor), policy.ceiling)})
+        settings = settings.model_copy(update={"workers": max(settings.workers, policy.floor)})
     gateways_why, on_gpu = "", bool(settings.cluster) or serves_on_gpu(settings)
     if (
         settings.gateways is None and not settings.cluster and not settings.control_endpoint

@@ -118,6 +118,13 @@ def test_bounds_that_are_none_are_refused_by_name(text: str) -> None:
     assert repr(text) in refused.value.numbers
 
 
+def test_more_workers_to_begin_with_than_there_may_be_are_refused() -> None:
+    with pytest.raises(CliError) as refused:
+        policy_of(ServeSettings(autoscale="1:2", workers=3))
+    assert refused.value.numbers == "--workers is 3, and --autoscale 1:2 allows 2 at most"
+    assert policy_of(ServeSettings(autoscale="1:3", workers=3)) is not None
+
+
 def test_settings_are_the_policy() -> None:
     settings = ServeSettings(
         autoscale="2:5", autoscale_queue_s=3.0, autoscale_usage=0.5, autoscale_up_s=1.0, autoscale_down_s=7.0
