@@ -142,6 +142,8 @@ class SafetensorsFile:
         return header
 
     def _parse_entry(self, name: str, raw: object) -> TensorEntry:
+        if not name.isprintable():  # errors say it, and a terminal would obey it
+            raise self._error(f"the header has {shown(name)}, which is no name of a tensor: it cannot be printed")
         if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._error("the header does not give exactly dtype, shape and data_offsets", tensor=name)
         dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]

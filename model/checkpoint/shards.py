@@ -10,6 +10,7 @@ from pathlib import Path
 
 from octavo.model.checkpoint.safetensors_file import MAX_ENTRIES, SafetensorsFile, TensorEntry
 from octavo.model.config import read_json_object
+from octavo.model.config_fields import shown
 from octavo.model.errors import CheckpointError
 from octavo.wire.checkpoint_files import FileRefused, find_file
 
@@ -74,20 +75,24 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX}: weight_map is not an object with tensors")
     wrong = tuple(
-        f"{name}: {shard!r} is not the plain name of a .safetensors file"
+        f"{name if name.isprintable() else shown(name)}: {shown(shard)} is not the plain name of a .safetensors file"
         for name, shard in weight_map.items()
         if not is_plain_name(shard)
     )
     if wrong:
         raise CheckpointError(f"{INDEX}: shard names are refused:", wrong)
+    for name in weight_map:
+        if not name.isprintable():
+            raise CheckpointError(f"{INDEX}: weight_map has {shown(name)}, which is no name of a tensor")
     if len(weight_map) > MAX_ENTRIES or len(set(weight_map.values())) > MAX_SHARDS:
         raise CheckpointError(f"{INDEX}: names more than {MAX_ENTRIES} tensors or {MAX_SHARDS} files")
     return weight_map
 
 
 def is_plain_name(shard: object) -> bool:
-    """Whether it names a .safetensors file in the folder itself."""
-    if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+    """Whether it names a .safetensors file in the folder itself. Half a surrogate pair, which JSON can hold and no
+    path, cannot be printed."""
+    if not isinstance(shard, str) or not shard.endswith(".safetensors") or not shard.isprintable():
         return False
     return not any(bad in shard for bad in ("/", "\\", "\0", ":")) and not shard.startswith(".")
 

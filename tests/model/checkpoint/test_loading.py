@@ -148,12 +148,21 @@ def test_a_truncated_file_is_refused_with_file_and_tensor_wherever_it_ends(check
 
 @pytest.mark.parametrize(
     "name",
-    ["../outside.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..\\x.safetensors", ".x.safetensors", 7],
-)
+    [
+        "../outside.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..\\x.safetensors", ".x.safetensors", 7,
+        "\ud800.safetensors", "\x1b[2J.safetensors",
+    ],
+)  # fmt: skip
 def test_an_index_that_leads_out_of_the_folder_is_refused(name: object, checkpoint: Path) -> None:
     weight_map = shard(checkpoint)
     write_index(checkpoint, weight_map | {Q: name})
     assert refused(checkpoint).problems == (f"{Q}: {name!r} is not the plain name of a .safetensors file",)
+
+
+def test_an_index_with_a_tensor_that_cannot_be_named_is_refused(checkpoint: Path) -> None:
+    weight_map = shard(checkpoint)
+    write_index(checkpoint, weight_map | {"\x1b[2J": weight_map[Q]})
+    assert r"weight_map has '\x1b[2J', which is no name of a tensor" in str(refused(checkpoint))
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "model.safetensors"])

@@ -122,6 +122,8 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an entry that is no object": (lambda header: header.update({"a.weight": 1}), "a.weight: the header does not give"),
     "a hole where a tensor was": (lambda header: header.pop("a.weight"), "belong to no tensor"),
     "a tensor twice": (lambda header: header.update(d=header["a.weight"]), "overlaps the tensor before it"),
+    "a name that moves a cursor": (lambda header: header.update({"\x1b[2J": 1}), r"the header has '\x1b[2J', which"),
+    "a name that no text can hold": (lambda header: header.update({"\ud800": 1}), r"the header has '\ud800', which"),
     "half an overlap": (shift("c.weight", -2, -2), "overlaps the tensor before it"),
 }
 
