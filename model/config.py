@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from octavo.model.config_fields import ConfigFields
+from octavo.model.config_fields import ConfigFields, shown
 from octavo.model.dtypes import DTYPES
 from octavo.model.errors import CheckpointError, ConfigError
 from octavo.model.families.interface import Family
@@ -169,7 +169,7 @@ def checkpoint_dtype(fields: ConfigFields) -> torch.dtype | None:
         return None
     text = fields.text(name).removeprefix("torch.")
     if text not in DTYPES:
-        raise ConfigError(name, f"{text!r} is not one of {', '.join(DTYPES)}")
+        raise ConfigError(name, f"{shown(text)} is not one of {', '.join(DTYPES)}")
     return DTYPES[text]
 
 

@@ -33,8 +33,8 @@ class ConfigFields:
         return {name for name in self._raw if self.has(name)}
 
     def path(self, name: str) -> str:
-        """The field's name from the top of the file."""
-        return f"{self._prefix}{name}"
+        """The field's name from the top of the file, as errors have it."""
+        return f"{self._prefix}{name if name.isprintable() and len(name) <= 100 else shown(name)}"
 
     def value(self, name: str) -> Any:
         """The field as JSON gave it; a missing one is an error."""

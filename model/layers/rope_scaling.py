@@ -6,7 +6,7 @@ Must not know: tensors.
 
 from dataclasses import dataclass
 
-from octavo.model.config_fields import ConfigFields
+from octavo.model.config_fields import ConfigFields, shown
 from octavo.model.errors import ConfigError
 
 DEFAULT_THETA = 10_000.0
@@ -82,7 +82,7 @@ def parse_scaling(rope: ConfigFields, original_max_position_embeddings: int) -> 
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ConfigError(rope.path(name), f"{kind!r} is not supported, only 'default' and 'yarn'")
+        raise ConfigError(rope.path(name), f"{shown(kind)} is not supported, only 'default' and 'yarn'")
     return parse_yarn(rope, original_max_position_embeddings)
 
 

@@ -7,7 +7,7 @@ Must not know: tensors.
 from dataclasses import dataclass
 from enum import Enum
 
-from octavo.model.config_fields import ConfigFields
+from octavo.model.config_fields import ConfigFields, shown
 from octavo.model.errors import ConfigError
 
 
@@ -61,13 +61,14 @@ def parse_quantization(fields: ConfigFields) -> GroupSettings | None:
         return _parse_gptq(nested)
     if method == "awq":
         return _parse_awq(nested)
-    raise ConfigError(nested.path("quant_method"), f"{method!r} is not supported, only 'gptq' and 'awq'")
+    raise ConfigError(nested.path("quant_method"), f"{shown(method)} is not supported, only 'gptq' and 'awq'")
 
 
 def _parse_gptq(fields: ConfigFields) -> GroupSettings:
     layout = fields.text("checkpoint_format") if fields.has("checkpoint_format") else "gptq"
     if layout not in ("gptq", "gptq_v2"):
-        raise ConfigError(fields.path("checkpoint_format"), f"{layout!r} is not supported, only 'gptq' and 'gptq_v2'")
+        only = f"{shown(layout)} is not supported, only 'gptq' and 'gptq_v2'"
+        raise ConfigError(fields.path("checkpoint_format"), only)
     for name in ("is_marlin_format", "lm_head"):
         if fields.boolean(name, False):
             raise ConfigError(fields.path(name), "true is not supported")
@@ -88,7 +89,7 @@ def _parse_gptq(fields: ConfigFields) -> GroupSettings:
 
 def _parse_awq(fields: ConfigFields) -> GroupSettings:
     if fields.has("version") and fields.text("version").lower() != "gemm":
-        raise ConfigError(fields.path("version"), f"{fields.value('version')!r} is not supported, only 'gemm'")
+        raise ConfigError(fields.path("version"), f"{shown(fields.value('version'))} is not supported, only 'gemm'")
     if not fields.boolean("zero_point", True):
         raise ConfigError(fields.path("zero_point"), "false is not supported")
     return GroupSettings(
@@ -120,5 +121,5 @@ def _group_size(fields: ConfigFields) -> int | None:
 def _left_out(fields: ConfigFields) -> tuple[str, ...]:
     names = fields.value("modules_to_not_convert") if fields.has("modules_to_not_convert") else []
     if not isinstance(names, list) or any(not isinstance(name, str) or not name for name in names):
-        raise ConfigError(fields.path("modules_to_not_convert"), f"must be a list of names, is {names!r}")
+        raise ConfigError(fields.path("modules_to_not_convert"), f"must be a list of names, is {shown(names)}")
     return tuple(names)

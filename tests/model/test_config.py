@@ -98,6 +98,30 @@ def test_a_wrong_field_is_named(field: str, changes: dict[str, Any], reason: str
     assert reason in str(caught.value)
 
 
+LONG = "a" * 10_000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": [LONG]},
+        {"model_type": LONG},
+        {"dtype": LONG},
+        {"rope_scaling": {"type": LONG}},
+        {"rope_scaling": {"type": "yarn", "factor": 4, LONG: 1}},
+        {"rope_scaling": {LONG: {}}},
+        {"quantization_config": {"quant_method": LONG}},
+        {"quantization_config": {"quant_method": "gptq", "checkpoint_format": LONG}},
+        {"quantization_config": {"quant_method": "awq", "version": LONG}},
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 8, "modules_to_not_convert": LONG}},
+    ],
+)
+def test_a_value_of_any_length_is_one_short_sentence(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(tiny_config(**changes))
+    assert len(str(caught.value)) < 300
+
+
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32768)
 
 

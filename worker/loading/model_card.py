@@ -87,7 +87,7 @@ def describe(folder: Path) -> Described:
     vocab_size = tokenizer_vocab_size(files["tokenizer.json"])
     rows = config.get("vocab_size", vocab_size)
     if not isinstance(rows, int) or not vocab_size <= rows <= MOST_IDS:
-        raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {rows}")
+        raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {str(rows)[:40]}")
     tokens = named_tokens(files)
     eos_token_ids = end_token_ids(config, generation, tokens.end, vocab_size=vocab_size)
     return Described(

@@ -291,6 +291,7 @@ DEEP = "[" * 100_000
         ("config.json", json.dumps(tiny_config(rope_scaling={"type": "yarn", "factor": "4"})), "rope_scaling"),
         ("config.json", json.dumps(tiny_config(rope_scaling="yarn")), "rope_scaling is not an object"),
         ("config.json", json.dumps(tiny_config(vocab_size=10**30)), "vocab_size"),
+        ("config.json", json.dumps(tiny_config(vocab_size="v" * 10_000)), "vocab_size of v{40}$"),
     ],
 )
 def test_numbers_and_depths_that_no_file_has_are_sentences(folder: Path, name: str, content: str, error: str) -> None:
