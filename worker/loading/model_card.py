@@ -175,7 +175,8 @@ def _positions(config: Mapping[str, Any]) -> int:
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise CardError("config.json: rope_scaling is not an object")
-    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+    kind = scaling.get("type") if scaling.get("rope_type") is None else scaling["rope_type"]
+    if kind != "yarn":
         return positions
     name = "original_max_position_embeddings"
     original, factor = scaling.get(name) or config.get(name) or positions, scaling.get("factor", 1.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.gateway.validation.generate import check_generate
+from octavo.model import ModelConfig
 from octavo.v1 import inference_pb2
 from octavo.wire.bundle import bundle_digest, check_bundle
 from octavo.worker.config import RunnerKind, WorkerConfig
@@ -177,6 +178,8 @@ def test_yarn_extends_the_context() -> None:
     apart = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32_768}
     assert context_len({"max_position_embeddings": 64, **apart}) == 131_072
     assert context_len({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}) == 512
+    no_type = {"max_position_embeddings": 32_768, "rope_scaling": yarn | {"rope_type": None}}
+    assert context_len(no_type) == ModelConfig.from_dict(tiny_config(**no_type)).context_len == 131_072
 
 
 def test_without_sampling_the_default_is_greedy() -> None:
