@@ -12,6 +12,9 @@ from octavo.model.errors import ConfigError
 DEFAULT_THETA = 10_000.0
 """What transformers takes for qwen2 where a config has no rope_theta."""
 
+ORIGINAL = "original_max_position_embeddings"
+"""Of the context that YaRN extends: a field of RoPE's, or beside it."""
+
 MOST_FACTOR = 1 << 24
 LEAST_BETA, MOST_BETA = 1e-6, 1e6
 """Of YaRN's rotations; published models have 1 and 32."""
@@ -21,7 +24,7 @@ KNOWN_YARN_FIELDS = {
     "rope_type",
     "rope_theta",
     "factor",
-    "original_max_position_embeddings",
+    ORIGINAL,
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -63,8 +66,11 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeFields
     rope = fields.nested(name) if fields.has(name) else ConfigFields({})
     owner = rope if rope.has("rope_theta") else fields
     theta = owner.positive_float("rope_theta", DEFAULT_THETA)
-    original = fields.positive_int("original_max_position_embeddings", max_position_embeddings)
+    original = fields.positive_int(ORIGINAL, max_position_embeddings)
     yarn = parse_scaling(rope, original)
+    if yarn is not None and fields.has(ORIGINAL) and yarn.original_max_position_embeddings != original:
+        both = f"{original} is not {rope.path(ORIGINAL)}, {yarn.original_max_position_embeddings}"
+        raise ConfigError(ORIGINAL, f"{both}: keep one of them")  # the latter is ours, the other transformers 5's
     if theta < 1 or (yarn is not None and theta == 1):
         raise ConfigError(owner.path("rope_theta"), f"must be {'at least' if yarn is None else 'above'} 1, is {theta}")
     if yarn is not None and fields.has("partial_rotary_factor"):
@@ -104,9 +110,7 @@ def parse_yarn(rope: ConfigFields, original_max_position_embeddings: int) -> Yar
         raise ConfigError(rope.path("factor"), f"must be {bound}, is {factor}")
     yarn = YarnScaling(
         factor=factor,
-        original_max_position_embeddings=rope.positive_int(
-            "original_max_position_embeddings", original_max_position_embeddings
-        ),
+        original_max_position_embeddings=rope.positive_int(ORIGINAL, original_max_position_embeddings),
         attention_factor=rope.positive_float("attention_factor") if rope.has("attention_factor") else None,
         beta_fast=parse_beta(rope, "beta_fast", 32.0),
         beta_slow=parse_beta(rope, "beta_slow", 1.0),

@@ -81,6 +81,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rope_theta", {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "must be above 1"),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "yarn", "factor": 4}}, "YaRN"),
     (
+        "original_max_position_embeddings",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32},
+        },
+        "64 is not rope_scaling.original_max_position_embeddings, 32: keep one of them",
+    ),
+    (
         "rope_parameters.full_attention",
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
         "RoPE of its own",
