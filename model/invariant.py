@@ -102,20 +102,24 @@ def make_invariant(model: CausalLM, *, max_positions: int, wanted: WeightFormat 
 
 def check_available(model: CausalLM) -> None:
     """Raises InvarianceUnavailable."""
-    config = model.config
     if model.device.type != "cpu":
         raise InvarianceUnavailable(f"this is for CPUs; the model is on {model.device}")
-    if model.dtype not in DTYPES:
-        raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {model.dtype}")
     if native_library() is None:
         raise InvarianceUnavailable(
             f"deterministic mode on a CPU needs kernels, and {why_missing() or 'OCTAVO_NATIVE is off'}"
         )
     if any(isinstance(module, Linear) and module.quantized is not None for module in model.modules()):
         raise InvarianceUnavailable("deterministic mode has no products for the checkpoint's quantised weights")
+    check_kernels(model.config, model.dtype, num_ranks=model.ranks.size)
+
+
+def check_kernels(config: ModelConfig, dtype: torch.dtype, *, num_ranks: int) -> None:
+    """config: of what each rank has. Raises InvarianceUnavailable where the kernels on a CPU have no code for it."""
+    if dtype not in DTYPES:
+        raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {dtype}")
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
     if any(width % LANES for width in widths):
-        where = f" of each of {model.ranks.size} ranks" if model.ranks.size > 1 else ""
+        where = f" of each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise InvarianceUnavailable(f"hidden, intermediate and head sizes {widths}{where} must be multiples of {LANES}")
 
 

@@ -9,6 +9,7 @@ from octavo.cli.explain import explain
 from octavo.cli.serve.preflight import check_device, check_model, check_names
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
+from octavo.cli.settings.worker_config import pick_device
 from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict, available_bytes
 
 KERNEL_CACHE_BYTES = 64 << 20
@@ -51,6 +52,8 @@ def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     good = Finding(name="checkpoint", verdict=Verdict.GOOD, detail=f"{folder}, {_gib(num_bytes)} of weights")
     found = [good, *_check_text(folder), *_check_cut(folder, checkpoint, settings.tensor_parallel_size)]
+    if settings.runner == "torch" and all(each.verdict is not Verdict.BAD for each in found):
+        found += _check_products(folder, checkpoint, settings)
     return [*found, _check_room(num_bytes, settings)]
 
 
@@ -84,6 +87,43 @@ def _check_files(folder: Path, settings: ServeSettings) -> None:
         load_config(folder)
     else:
         check_checkpoint(folder)
+
+
+def _check_products(folder: Path, checkpoint: str, settings: ServeSettings) -> list[Finding]:
+    """Nothing where a CPU can multiply as is asked for, which a worker sees once it has the weights; and on a GPU."""
+    try:
+        if pick_device(settings.device) == "cpu":
+            _multiply_on_a_cpu(folder, settings)
+    except Exception as error:
+        told = explain(error)
+        detail = f"{checkpoint}: {told.what}: {told.numbers}"
+        return [Finding(name="products", verdict=Verdict.BAD, detail=detail, advice=told.change)]
+    return []
+
+
+def _multiply_on_a_cpu(folder: Path, settings: ServeSettings) -> None:
+    """Raises InvarianceUnavailable, FormatUnavailable."""
+    import torch
+
+    from octavo.model.config import load_config
+    from octavo.model.dtypes import parse_dtype
+    from octavo.model.invariant import check_kernels
+    from octavo.model.layers.linear import WeightFormat, packed
+    from octavo.model.parallel import config_of_rank
+    from octavo.worker.loading.weight_format import weight_format
+
+    whole = load_config(folder)
+    config = config_of_rank(whole, settings.tensor_parallel_size)
+    asked = parse_dtype(None if settings.dtype == "auto" else settings.dtype)
+    dtype = asked or (None if whole.quantization else whole.dtype) or torch.bfloat16
+    if settings.deterministic:
+        check_kernels(config, dtype, num_ranks=settings.tensor_parallel_size)
+    wanted = weight_format(None if settings.quantization == "none" else settings.quantization)
+    if wanted is WeightFormat.BF16:
+        return
+    widths = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
+    for num_inputs in widths:
+        packed(torch.zeros(1, num_inputs, dtype=dtype), None, wanted)
 
 
 def _is_hubs(checkpoint: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,24 @@ def test_it_says_what_a_worker_would_refuse(tmp_path: Path) -> None:
     finding = found(settings)["checkpoint"]
     assert finding.verdict is Verdict.BAD
     assert "config.json: rope_scaling.type" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "told"),
+    [
+        ({"deterministic": True}, {"head_dim": 6}, "head sizes (64, 128, 6) must be multiples of 32"),
+        ({"deterministic": True}, {"torch_dtype": "float16", "head_dim": 32}, "not torch.float16"),
+        ({"quantization": "int8"}, {}, "this one computes in float32: --dtype bfloat16"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, {"intermediate_size": 7}, "a matrix has 7"),
+    ],
+)
+def test_it_says_what_a_cpu_has_no_products_for(
+    settings: dict[str, Any], changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny", **changes)
+    assert "products" not in found(ServeSettings(model=(str(folder),), device="cpu"))
+    finding = found(ServeSettings(model=(str(folder),), device="cpu", **settings))["products"]
+    assert (finding.verdict, told in finding.detail) == (Verdict.BAD, True)
 
 
 def test_it_warns_of_what_callers_would_be_refused(tmp_path: Path) -> None:
