@@ -24,6 +24,8 @@ EXIT_PLACE_LOST = 78
 """Of a process on a cluster whose host is gone, told in its place."""
 EXIT_NO_PLACE = 79
 """Of a process for which the cluster had no room, told in its place."""
+EXIT_NOT_STARTED = 80
+"""Of a process for which this host had no descriptor, memory or process to spare, told in its place."""
 CANNOT_START = "cannot_start"
 """The event of a line by which a process tells its supervisor why it ends, in the three parts of a CliError."""
 Command = TypeVar("Command", bound=Callable[..., int])

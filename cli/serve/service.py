@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from octavo.cli.serve.children import Keepable
 from octavo.cli.serve.launch import ProcessPlan, Role
-from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
+from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_NOT_STARTED, EXIT_PLACE_LOST
 from octavo.cli.serve.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
 
 STOP_TIMEOUT_S = 5.0
@@ -143,7 +143,7 @@ class Service:
     async def _keep(self, kept: Kept) -> None:
         while self.stage is Stage.RUNNING:
             kept.lifetimes.on_start(time.monotonic())
-            code = await kept.child.run()
+            code = await self._run(kept)
             if self.stage is not Stage.RUNNING:
                 return
             if kept.is_leaving:
@@ -161,6 +161,17 @@ class Service:
                 case Restart(delay_s=delay_s):
                     self._notice(f"{kept.plan.label} {_ended(code)}; starting it again in {delay_s:g} s")
                     await self._sleep(delay_s)
+
+    async def _run(self, kept: Kept) -> int:
+        """Its exit code. What serves must not end because this host has, for a moment, no room for one process more;
+        at a start that is told, and ends it. Raises OSError."""
+        try:
+            return await kept.child.run()
+        except OSError as error:
+            if not kept.lifetimes.was_ready:
+                raise
+            self._notice(f"{kept.plan.label} cannot be started: {error.strerror or error}")
+            return EXIT_NOT_STARTED
 
     async def _end(self) -> None:
         """Fronts and gateways first, while the workers finish their requests; then these; then what is left."""
@@ -198,6 +209,6 @@ def keep(plan: ProcessPlan, child: Keepable, policy: RestartPolicy) -> Kept:
 def _ended(code: int) -> str:
     if code == 0:
         return "ended, though nobody asked the service to"
-    if code in (EXIT_PLACE_LOST, EXIT_NO_PLACE):
+    if code in (EXIT_PLACE_LOST, EXIT_NO_PLACE, EXIT_NOT_STARTED):
         return ending(code)
     return f"died (signal {-code})" if code < 0 else f"died (exit code {code})"

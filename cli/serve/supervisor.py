@@ -6,7 +6,7 @@ Must not know processes, signals or clocks; `cli.serve.children` does what is de
 import signal
 from dataclasses import dataclass, field
 
-from octavo.cli.serve.parent import EXIT_DRAINED, EXIT_NO_PLACE, EXIT_PLACE_LOST
+from octavo.cli.serve.parent import EXIT_DRAINED, EXIT_NO_PLACE, EXIT_NOT_STARTED, EXIT_PLACE_LOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ _NO_FAULT = frozenset({0, -signal.SIGTERM, -signal.SIGINT, EXIT_PLACE_LOST})  # 
 _IN_WORDS = {
     EXIT_PLACE_LOST: "lost its host, or its actor there",
     EXIT_NO_PLACE: "found no host of the cluster with room for it",
+    EXIT_NOT_STARTED: "could not be started",
 }
 
 

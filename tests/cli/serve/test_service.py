@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -73,6 +74,30 @@ async def test_a_process_that_keeps_dying_after_it_served_is_started_as_often_as
     await until(lambda: stage.num_starts("worker_0") >= 8)
     assert not running.done()
     assert stage.children["gateway_0"].is_running
+    stage.service.on_signal()
+    assert await running == 0
+
+
+async def test_a_host_without_room_for_a_process_does_not_end_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor, memory or process to be had, for a moment: the others go on, and it is tried again."""
+    stage = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT)
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)
+    stage.service.on_ready()
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as full:
+        full.setattr(asyncio, "create_subprocess_exec", refuse)
+        stage.children["worker_0"].kill()
+        await until(lambda: len(stage.notices) >= 5)
+    assert stage.notices[1:3] == [
+        "worker_0 (m) cannot be started: Resource temporarily unavailable",
+        "worker_0 (m) could not be started; starting it again in 0.1 s",
+    ]
+    await until(lambda: stage.num_starts("worker_0") == 2)
+    assert stage.num_starts("gateway_0") == 1
     stage.service.on_signal()
     assert await running == 0
 
