@@ -376,5 +376,7 @@ def _logs(settings: ServeSettings) -> dict[str, Any]:
 
 
 def _toml(value: object) -> str:
-    # JSON's strings, numbers, booleans and lists of strings are TOML's too.
-    return json.dumps(str(value) if isinstance(value, Path) else value)
+    # JSON's strings, numbers, booleans and lists of strings are TOML's too, but for two things: TOML has no pairs of
+    # surrogates, by which JSON's escapes write what is beyond U+FFFF, and does not take DEL as it is.
+    text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")

@@ -164,6 +164,13 @@ def test_the_file_of_settings_is_for_its_owner_only(tmp_path: Path) -> None:
     assert tomllib.loads(file.read_text()) == {"registration_token": "word", "model": ["a"]}
 
 
+def test_the_file_of_settings_takes_any_character(tmp_path: Path) -> None:
+    """JSON's escapes of what is beyond U+FFFF are no TOML, nor is DEL as it is."""
+    values = {"model": ["\U0001f600=/models/\u8c61\x7f"], "registration_token": 'a"\\\n\x00\x1f\u2028'}
+    file = write_settings(values, tmp_path / "x.toml")
+    assert tomllib.loads(file.read_text("utf-8")) == values
+
+
 def test_processes_get_no_settings_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_PORT", "1")
     monkeypatch.setenv("OCTAVO_DEBUG", "1")
