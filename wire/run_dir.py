@@ -87,6 +87,22 @@ def folder_of_sockets(prefix: str) -> Iterator[Path]:
         yield folder
 
 
+@contextmanager
+def held_run_dir(folder: Path) -> Iterator[None]:
+    """Keeps a run directory for this process: another one would take the names of its sockets and files. Raises
+    RunDirError where somebody keeps it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # some file systems lock no folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunDirError(f"another service that runs has the run directory {folder}") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def check_room_for_sockets(folder: Path) -> None:
     """Raises RunDirError where the system could not bind sockets in the folder, since their paths are too long."""
     if (length := len(os.fsencode(folder))) > MAX_RUN_DIR_BYTES:

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -23,7 +23,13 @@ from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSett
 from octavo.cli.settings.setting import DEBUG_VARIABLE, ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
 from octavo.wire.host import usable_cores
-from octavo.wire.run_dir import RunDirError, check_room_for_sockets, ensure_run_dir, folder_of_sockets
+from octavo.wire.run_dir import (
+    RunDirError,
+    check_room_for_sockets,
+    ensure_run_dir,
+    folder_of_sockets,
+    held_run_dir,
+)
 
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
@@ -81,27 +87,29 @@ def threads_of_worker(settings: ServeSettings | WorkerSettings, *, on_gpu: bool)
 def run_folder(given: Path | None) -> Iterator[Path]:
     """The folder given, checked (and left where it is), or a new one that is removed at the end.
 
-    Raises CliError where the folder given cannot be trusted.
+    Raises CliError where the folder given cannot be trusted, or another service has it.
     """
     if given is None:
         with folder_of_sockets("octavo-run-") as made:
             yield made
         return
     existed = given.exists()
-    try:
-        check_room_for_sockets(given.absolute())
-        folder = ensure_run_dir(given.absolute())
-    except RunDirError as error:
-        raise CliError(
-            "the run directory cannot be used", str(error), f"mend it, or give another with {flag_of('run_dir')}"
-        ) from None
-    (folder / READY_FILE).unlink(missing_ok=True)  # of a supervisor that was killed
-    try:
-        yield folder
-    finally:
-        (folder / READY_FILE).unlink(missing_ok=True)
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            check_room_for_sockets(given.absolute())
+            folder = ensure_run_dir(given.absolute())
+            stack.enter_context(held_run_dir(folder))
+        except RunDirError as error:
+            raise CliError(
+                "the run directory cannot be used", str(error), f"mend it, or give another with {flag_of('run_dir')}"
+            ) from None
+        (folder / READY_FILE).unlink(missing_ok=True)  # of a supervisor that was killed
+        try:
+            yield folder
+        finally:
+            (folder / READY_FILE).unlink(missing_ok=True)
+            if not existed:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

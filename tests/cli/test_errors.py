@@ -234,6 +234,19 @@ def test_a_run_folder_that_was_there_stays_and_must_be_closed_to_others(tmp_path
     tmp_path.chmod(0o700)
     (tmp_path / READY_FILE).touch()
     with run_folder(tmp_path) as folder:
+def test_a_run_folder_has_one_service_at_a_time(tmp_path: Path) -> None:
+    """A second one would take the names of the first one's sockets and files, and remove them at its end."""
+    given = tmp_path / "given"
+    given.mkdir(mode=0o700)
+    with run_folder(given):
+        (given / READY_FILE).write_text("127.0.0.1:1\n")
+        with pytest.raises(CliError, match="another service that runs has the run directory"), run_folder(given):
+            pass
+        assert (given / READY_FILE).exists()
+    with run_folder(given):
+        pass
+
+
         assert not (folder / READY_FILE).exists()
     assert tmp_path.exists()
     tmp_path.chmod(0o755)
