@@ -9,9 +9,18 @@ from octavo.cli.errors import CliError, usage
 from octavo.cli.settings.setting import flag_of
 from octavo.wire.host import threads_to_be_had
 
+MAX_PORT = 65535
+
 
 def require_free(host: str, port: int, setting: str) -> None:
-    """Raises CliError naming the flag where something listens there, or where the address is not ours."""
+    """Raises CliError naming the flag where something listens there, where the address is not ours, and where a port
+    that was counted up from the one given is none."""
+    if port > MAX_PORT:
+        raise usage(
+            f"bad value for {flag_of(setting)}",
+            f"the processes of this service would listen at ports up to {port:,}, and the last one is {MAX_PORT:,}",
+            f"give a smaller {flag_of(setting)} (0 takes free ones)",
+        )
     with _socket_for(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.serve.combinations import check_combinations
-from octavo.cli.serve.ports import free_port
+from octavo.cli.serve.ports import MAX_PORT, free_port
 from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
@@ -44,7 +44,6 @@ OTHER_VARIABLES = frozenset(
     )
 )
 BACKENDS = ("auto", "reference", "sdpa")
-MAX_PORT = 65535
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _CUDA_TIMEOUT_S = 60.0
 _COUNT_GPUS = """import ctypes, os, runpy

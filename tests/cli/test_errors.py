@@ -128,6 +128,20 @@ def test_an_address_that_is_not_this_hosts_names_its_flag(host: str) -> None:
     assert (caught.value.what, caught.value.exit_code) == ("bad value for --metrics-host", 2)
 
 
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"metrics_port": 65500, "gateways": 2}, "--metrics-port"),
+        ({"worker_metrics_port": 65535, "workers": 2}, "--worker-metrics-port"),
+    ],
+)
+def test_ports_that_are_counted_beyond_the_last_one_name_their_flag(given: dict[str, int], flag: str) -> None:
+    settings = ServeSettings(**{"port": 0, "metrics_port": 0, "worker_metrics_port": 0} | given)  # type: ignore[arg-type]
+    with pytest.raises(CliError) as caught:
+        serve.choose_ports(settings)
+    assert (caught.value.what, caught.value.exit_code) == (f"bad value for {flag}", 2)
+
+
 def test_brackets_around_an_address_are_taken_off() -> None:
     settings = ServeSettings(host="[::1]", metrics_host="[::]", page_host="[::1]", openai_host="127.0.0.1")
     assert (settings.host, settings.metrics_host, settings.page_host) == ("::1", "::", "::1")
@@ -220,6 +234,19 @@ def test_a_held_port_can_be_shared_and_not_taken() -> None:
             sharing.bind(("127.0.0.1", port))
 
 
+def test_a_run_folder_has_one_service_at_a_time(tmp_path: Path) -> None:
+    """A second one would take the names of the first one's sockets and files, and remove them at its end."""
+    given = tmp_path / "given"
+    given.mkdir(mode=0o700)
+    with run_folder(given):
+        (given / READY_FILE).write_text("127.0.0.1:1\n")
+        with pytest.raises(CliError, match="another service that runs has the run directory"), run_folder(given):
+            pass
+        assert (given / READY_FILE).exists()
+    with run_folder(given):
+        pass
+
+
 def test_a_run_folder_is_ours_alone_and_gone_afterwards(tmp_path: Path) -> None:
     with run_folder(None) as made:
         assert made.stat().st_mode & 0o777 == 0o700
@@ -234,19 +261,6 @@ def test_a_run_folder_that_was_there_stays_and_must_be_closed_to_others(tmp_path
     tmp_path.chmod(0o700)
     (tmp_path / READY_FILE).touch()
     with run_folder(tmp_path) as folder:
-def test_a_run_folder_has_one_service_at_a_time(tmp_path: Path) -> None:
-    """A second one would take the names of the first one's sockets and files, and remove them at its end."""
-    given = tmp_path / "given"
-    given.mkdir(mode=0o700)
-    with run_folder(given):
-        (given / READY_FILE).write_text("127.0.0.1:1\n")
-        with pytest.raises(CliError, match="another service that runs has the run directory"), run_folder(given):
-            pass
-        assert (given / READY_FILE).exists()
-    with run_folder(given):
-        pass
-
-
         assert not (folder / READY_FILE).exists()
     assert tmp_path.exists()
     tmp_path.chmod(0o755)
