@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 ENV_PREFIX = "OCTAVO_"
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
@@ -20,6 +21,15 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would read `true` as 1."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise PydanticCustomError("number", "input should be a number, not true or false")
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,9 @@ def test_a_key_of_another_command_is_no_error_and_a_mistyped_one_is(tmp_path: Pa
         ("prefix_cache = 'maybe'", "bad value for --prefix-cache"),
         ("drain_grace_s = inf", "bad value for --drain-grace-s"),
         ("aging_s = nan", "bad value for --aging-s"),
+        ("workers = true", "bad value for --workers"),
+        ("max_model_len = true", "bad value for --max-model-len"),
+        ("aging_s = false", "bad value for --aging-s"),
     ],
 )
 def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: str, what: str) -> None:
