@@ -47,6 +47,7 @@ class ModelSettings(Settings):
         "Checkpoint folder, folio-chat (embedded), or Hugging Face id; NAME=CHECKPOINT serves it as NAME. "
         "serve: repeat for several models",
         panel="Model",
+        min_length=1,
     )
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face id", panel="Model")
     device: str = setting(

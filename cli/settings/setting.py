@@ -65,16 +65,18 @@ def _split(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
-"""Several names: a repeated flag, a comma-separated variable, a string or list in the file."""
+_Word = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[_Word, ...], BeforeValidator(_split)]
+"""Several names, none of them empty: a repeated flag, a comma-separated variable, a string or list in the file."""
 
 
 def _without_brackets(value: object) -> object:
     return value.removeprefix("[").removesuffix("]") if isinstance(value, str) else value
 
 
-Host = Annotated[str, BeforeValidator(_without_brackets)]
-"""An address to listen at or to call, without the brackets that IPv6 has before a port."""
+Host = Annotated[str, Field(min_length=1), BeforeValidator(_without_brackets)]
+"""An address to listen at or to call, without the brackets that IPv6 has before a port. Never empty: the system takes
+that for every address of this host."""
 
 
 def flag_of(name: str) -> str:

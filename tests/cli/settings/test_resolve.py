@@ -96,6 +96,10 @@ def test_a_key_of_another_command_is_no_error_and_a_mistyped_one_is(tmp_path: Pa
         ("workers = true", "bad value for --workers"),
         ("max_model_len = true", "bad value for --max-model-len"),
         ("aging_s = false", "bad value for --aging-s"),
+        ("model = []", "bad value for --model"),
+        ("model = ['']", "bad value for --model"),
+        ("host = ''", "bad value for --host"),
+        ("metrics_host = '[]'", "bad value for --metrics-host"),
     ],
 )
 def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: str, what: str) -> None:
@@ -116,6 +120,13 @@ def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_MAX_NUM_SEQS", "many")
     with pytest.raises(CliError, match="OCTAVO_MAX_NUM_SEQS is 'many'"):
+        resolve(ServeSettings, {})
+
+
+def test_a_variable_of_commas_names_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service without a worker would never be ready."""
+    monkeypatch.setenv("OCTAVO_MODEL", ",")
+    with pytest.raises(CliError, match="OCTAVO_MODEL is ','"):
         resolve(ServeSettings, {})
 
 
