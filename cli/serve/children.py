@@ -45,11 +45,13 @@ class Child:
         self._environment = environment
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
+        self._is_starting = False
+        self._asked: signal.Signals | None = None  # of one that is starting: it gets it once there is a process
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
-        return self._process is not None and self._process.returncode is None
+        """Whether it was started, or is being started, and has not ended."""
+        return self._is_starting or (self._process is not None and self._process.returncode is None)
 
     @property
     def pid(self) -> int | None:
@@ -58,15 +60,21 @@ class Child:
 
     async def run(self) -> int:
         """Start it and wait for its end; the exit code, negative for a signal."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the supervisor only, which then drains in order
-            limit=LINE_LIMIT_BYTES,
-        )
+        self._is_starting, self._asked = True, None
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the supervisor only, which then drains in order
+                limit=LINE_LIMIT_BYTES,
+            )
+        finally:
+            self._is_starting = False
+        if self._asked is not None:
+            self._process.send_signal(self._asked)
         assert self._process.stdout is not None
         pump = asyncio.create_task(self._pump(self._process.stdout))
         try:
@@ -84,12 +92,16 @@ class Child:
 
     def terminate(self) -> None:
         """SIGTERM: it drains, or stops at the second one. Nothing where it has ended."""
-        if self.is_running and self._process is not None:
+        if self._is_starting:
+            self._asked = self._asked or signal.SIGTERM
+        elif self.is_running and self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to its whole group. Nothing where it has ended."""
-        if self.is_running:
+        if self._is_starting:
+            self._asked = signal.SIGKILL
+        elif self.is_running:
             self._kill_group()
 
     def _kill_group(self) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -100,6 +101,28 @@ async def test_a_host_without_room_for_a_process_does_not_end_what_serves(monkey
     assert stage.num_starts("gateway_0") == 1
     stage.service.on_signal()
     assert await running == 0
+
+
+@pytest.mark.parametrize("num_signals", [1, 3])
+async def test_a_signal_while_a_process_is_being_started_reaches_it(
+    monkeypatch: pytest.MonkeyPatch, num_signals: int
+) -> None:
+    """The system has it already, and we have not heard so yet."""
+    stage, spawned, spawn = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT), [], asyncio.create_subprocess_exec
+
+    async def spawn_slowly(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        spawned.append(process := await spawn(*command, **options))
+        await asyncio.sleep(0.1)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn_slowly)
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: len(spawned) == 2)
+    for _ in range(num_signals):
+        stage.service.on_signal()
+    async with asyncio.timeout(30):
+        assert await running == 0
+    assert not any(psutil.pid_exists(each.pid) for each in spawned)
 
 
 async def test_one_of_several_gateways_that_cannot_start_ends_the_service() -> None:
