@@ -94,7 +94,7 @@ def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
     except OSError as error:
         advice = "let this user read it, or give another with --config"
         raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise usage(
             f"{path} is not TOML", str(error), "mend the file; `octavo config show` prints what is read"
         ) from None

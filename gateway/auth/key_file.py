@@ -98,7 +98,7 @@ def load_access_list(path: Path) -> AccessList:
     data = read_private(path, SETTING)
     try:
         return parse_access_list(tomllib.loads(data.decode()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AccessFileError(f"{SETTING} is not TOML", f"{path}: {error}", "mend the file") from None
     except ValueError as error:
         raise AccessFileError(f"{SETTING} has a bad entry", f"{path}: {error}", "see docs/security.md") from None

@@ -89,6 +89,7 @@ def test_a_key_of_another_command_is_no_error_and_a_mistyped_one_is(tmp_path: Pa
     ("text", "what"),
     [
         ("port = [", "is not TOML"),
+        ("port = " + 5000 * "[", "is not TOML"),
         ("port = 70000", "bad value for --port"),
         ("prefix_cache = 'maybe'", "bad value for --prefix-cache"),
         ("drain_grace_s = inf", "bad value for --drain-grace-s"),

@@ -147,3 +147,12 @@ def test_an_absent_file_is_told_with_its_path(tmp_path: Path) -> None:
 
 def test_an_empty_file_lets_nobody_in() -> None:
     assert len(parse_access_list({}).ring) == 0
+
+
+def test_a_file_that_is_nested_too_deeply_is_one_that_cannot_be_used(tmp_path: Path) -> None:
+    """Also when it is read again: what else is raised there is a defect."""
+    file = tmp_path / "api-keys.toml"
+    file.write_text("keys = " + 5000 * "[")
+    file.chmod(0o600)
+    with pytest.raises(AccessFileError, match="--api-keys-file is not TOML"):
+        load_access_list(file)
