@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
+from zmq.utils.z85 import Z85CHARS
 
 Z85_KEY_LEN = 40
 _SECRET_HEADER = "# Octavo CURVE key pair. Secret: for its owner only.\n"
@@ -60,6 +61,8 @@ def load_keys(path: Path) -> KeyPair:
     """The pair of a ``.key`` file. Raises KeyFileError, also where others may read the file."""
     fields = _read(path)
     keys = KeyPair(public=_key(fields, "public", path), secret=_key(fields, "secret", path))
+    if not _belong_together(keys):
+        raise KeyFileError(f"the public and the secret key of {path} are not of one pair")
     info = path.stat()
     if is_open_to_others(info):
         mode = stat.S_IMODE(info.st_mode)
@@ -83,6 +86,14 @@ def load_public_key(path: Path) -> bytes:
     return _key(_read(path), "public", path)
 
 
+def _belong_together(keys: KeyPair) -> bool:
+    """Peers of a pair that is none would be refused without a word."""
+    try:
+        return not zmq.has("curve") or zmq.curve_public(keys.secret) == keys.public
+    except zmq.ZMQError:  # groups of characters beyond 32 bits
+        return False
+
+
 def _write_new(path: Path, text: str, *, mode: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -103,6 +114,6 @@ def _read(path: Path) -> dict[str, object]:
 
 def _key(fields: dict[str, object], kind: str, path: Path) -> bytes:
     value = fields.get(kind)
-    if not isinstance(value, str) or len(value) != Z85_KEY_LEN:
-        raise KeyFileError(f"{path} has no {kind} key of {Z85_KEY_LEN} characters")
+    if not isinstance(value, str) or len(value) != Z85_KEY_LEN or not set(value.encode()) <= set(Z85CHARS):
+        raise KeyFileError(f"{path} has no {kind} key of {Z85_KEY_LEN} characters in Z85")
     return value.encode()

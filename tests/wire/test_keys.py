@@ -87,3 +87,17 @@ def test_our_group_may_read_what_root_gave_to_it(
 def test_root_itself_keeps_its_secrets_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert is_open_to_others(os.stat_result((0o100440, 0, 0, 1, 0, 0, 0, 0, 0, 0)))
+
+
+def test_keys_of_two_pairs_are_refused_and_so_is_what_is_no_z85(tmp_path: Path) -> None:
+    one, two, path = generate_keys(), generate_keys(), tmp_path / "mixed.key"
+    path.touch(mode=0o600)
+    path.write_text(f'public = "{one.public.decode()}"\nsecret = "{two.secret.decode()}"\n')
+    with pytest.raises(KeyFileError, match=r"mixed\.key are not of one pair"):
+        load_keys(path)
+    path.write_text(f'public = "{one.public.decode()}"\nsecret = "{40 * " "}"\n')
+    with pytest.raises(KeyFileError, match=r"mixed\.key has no secret key of 40 characters in Z85"):
+        load_keys(path)
+    path.write_text(f'public = "{40 * "#"}"\nsecret = "{40 * "#"}"\n')
+    with pytest.raises(KeyFileError, match=r"mixed\.key are not of one pair"):
+        load_keys(path)
