@@ -63,17 +63,18 @@ def load_model(
         chosen = dtype or (None if config.quantization else config.dtype) or torch.bfloat16
         plain = CausalLM(config, dtype=chosen, device="meta")
         weights = PackedWeights.of(plain, ranks)
-        shapes = weights.replace_shapes(expected_shapes(plain))
-        check_tensors(shards, shapes)
+        beside = check_tensors(shards, plain, weights)
         matrices = LayerMatrices.DEFERRED if weights.is_any else LayerMatrices.ALLOCATED
         model = CausalLM(config, dtype=chosen, device=device, layer_matrices=matrices, ranks=ranks)
         cuts = weights.cuts()
-        parts = {name: part_of(name, shards.entry(name).shape, config, ranks) for name in shards.file_of.keys() - cuts}
+        names = shards.file_of.keys() - cuts - beside
+        parts = {name: part_of(name, shards.entry(name).shape, config, ranks) for name in names}
         progress = _Progress(
             {name: part_bytes(shards.entry(name), part) for name, part in (parts | cuts).items()}, on_progress
         )
         weights.read(shards, model, packed, progress)
         read_weights(shards, model, parts, progress)
+        check_idle(shards, beside)
     if weight_scan is WeightScan.FINITE:
         check_finite(model)
     model.fingerprint = fingerprint(model)
@@ -86,7 +87,7 @@ def check_checkpoint(folder: Path) -> None:
     folder = Path(folder)
     plain = CausalLM(load_config(folder), dtype=torch.float32, device="meta")
     with ExitStack() as stack:
-        check_tensors(open_shards(folder, stack), PackedWeights.of(plain).replace_shapes(expected_shapes(plain)))
+        check_tensors(open_shards(folder, stack), plain, PackedWeights.of(plain))
 
 
 def draw_model(
@@ -117,12 +118,15 @@ def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     return {name: tuple(view.shape) for name, view in destinations(model).items()}
 
 
-def check_tensors(shards: Shards, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Compare headers with the config. Raises CheckpointError with every difference."""
+def check_tensors(shards: Shards, plain: CausalLM, weights: PackedWeights) -> set[str]:
+    """Compare headers with the config; the names of tensors that may be there besides and hold zeros. Raises
+    CheckpointError with every difference."""
+    shapes = weights.replace_shapes(expected_shapes(plain))
+    idle = weights.idle_biases(shapes)
     problems = [f"{name}: missing, should have shape {list(shape)}" for name, shape in shapes.items()
                 if name not in shards.file_of]  # fmt: skip
     for name, file in shards.file_of.items():
-        entry, wanted = file.entries[name], wanted_shape(name, shapes)
+        entry, wanted = file.entries[name], wanted_shape(name, shapes | idle)
         if wanted is None:
             problems.append(f"{file.path.name}: {name}: unexpected")
         elif entry.shape != wanted:
@@ -135,6 +139,17 @@ def check_tensors(shards: Shards, shapes: dict[str, tuple[int, ...]]) -> None:
         if len(problems) == 1:
             what = "one tensor does not fit config.json:"
         raise CheckpointError(what, tuple(sorted(problems)))
+    return idle.keys() & shards.file_of.keys()
+
+
+def check_idle(shards: Shards, names: Iterable[str]) -> None:
+    """Biases that nothing adds must add nothing. Raises CheckpointError."""
+    for name in sorted(names):
+        file = shards.file_of[name]
+        bias_O = torch.empty(shards.entry(name).shape, dtype=torch.float32)
+        file.read(name, bias_O, (slice(0, len(bias_O)),))
+        if bool(bias_O.count_nonzero()):
+            raise CheckpointError(f"{file.path.name}: {name}: is not zero, and the model adds no bias there")
 
 
 def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:

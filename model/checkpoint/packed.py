@@ -218,6 +218,12 @@ class PackedWeights:
             shapes |= {f"{part.name}.{tensor}": shape for tensor, shape in wanted.items()}
         return shapes
 
+    def idle_biases(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the biases that AutoGPTQ writes, full of zeros, for packed matrices to which the model adds
+        none (Qwen's own GPTQ checkpoints have them). shapes: of what the model wants."""
+        biases = {f"{part.name}.bias": part.shape[:1] for part in self._packed_parts()}
+        return {name: shape for name, shape in biases.items() if name not in shapes}
+
     def cuts(self) -> dict[str, Part]:
         """What this rank reads of every packed tensor, where g_idx does not say that it needs all groups."""
         found: dict[str, Part] = {}

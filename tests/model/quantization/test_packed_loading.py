@@ -10,6 +10,7 @@ from octavo.model import load_model
 from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.errors import CheckpointError, ConfigError
+from octavo.model.parallel import Ranks
 from octavo.model.quantization.grouped import GroupedWeight
 from tests.support.model.checkpoints import QWEN3
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, change_config, write_packed_checkpoint
@@ -57,6 +58,34 @@ def test_kept_weights_compute_what_unpacked_ones_do(name: str, tmp_path: Path) -
         is_kept = isinstance(ours.mlp.gate_up_proj.quantized, GroupedWeight)
         assert is_kept == (name != "gptq desc_act")  # gate and up order their inputs differently there
     assert kept.fingerprint != plain.fingerprint
+
+
+def add_idle_biases(folder: Path, last: float) -> None:
+    """As AutoGPTQ writes them for modules to which the model adds none. last: the last element of the last one."""
+    tensors = load_file(folder / "model.safetensors")
+    scales = [name for name in tensors if name.endswith(("o_proj.scales", "mlp.down_proj.scales"))]
+    biases = {name.replace("scales", "bias"): torch.zeros(tensors[name].shape[1]).half() for name in scales}
+    biases[max(biases)][-1] = last
+    save_file(tensors | biases, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("packed", Packed)
+def test_biases_of_zeros_that_the_model_adds_nowhere_are_passed_over(packed: Packed, rank: int, tmp_path: Path) -> None:
+    write_packed_checkpoint(tmp_path, LAYOUTS["gptq int4"][0])
+    ranks, told = Ranks(rank=rank, size=2), list[tuple[int, int]]()
+    expected = load_model(tmp_path, packed=packed, ranks=ranks)
+    add_idle_biases(tmp_path, 0.0)
+    found = load_model(tmp_path, packed=packed, ranks=ranks, on_progress=lambda *done: told.append(done))
+    assert found.fingerprint == expected.fingerprint
+    assert told[-1][0] == told[-1][1]
+
+
+def test_a_bias_that_would_be_lost_is_refused_by_name(tmp_path: Path) -> None:
+    write_packed_checkpoint(tmp_path, LAYOUTS["gptq int4"][0])
+    add_idle_biases(tmp_path, 2.0**-24)
+    with pytest.raises(CheckpointError, match=r"o_proj\.bias: is not zero, and the model adds no bias there"):
+        load_model(tmp_path)
 
 
 def test_a_packed_checkpoint_is_computed_in_bf16_unless_told_otherwise(tmp_path: Path) -> None:
