@@ -121,7 +121,8 @@ def _validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Ori
         field = group.model_fields.get(name)
         is_secret = field is not None and help_of(field).secrecy == "secret"
         given = "(hidden)" if is_secret else values.get(name)
-        complaint = first["msg"][0].lower() + first["msg"][1:]
+        said = first["msg"].removeprefix("Value error, ")  # of our own validators
+        complaint = said[0].lower() + said[1:]
         raise usage(
             f"bad value for {flag_of(name)}",
             f"{where or flag_of(name)} is {given!r}: {complaint}",

@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 ENV_PREFIX = "OCTAVO_"
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
@@ -28,7 +27,7 @@ class Settings(BaseModel):
         """pydantic would read `true` as 1."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
-            raise PydanticCustomError("number", "input should be a number, not true or false")
+            raise ValueError("input should be a number, not true or false")
         return value
 
 
