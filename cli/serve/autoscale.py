@@ -6,6 +6,7 @@ quiet for long enough. `bench/gateway/autoscale.py` simulates a day of it.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from octavo.cli.errors import usage as usage_error
@@ -124,9 +125,10 @@ def policy_of(settings: ServeSettings) -> AutoscalePolicy | None:
     """--autoscale, understood; None where it is unset. Raises CliError."""
     if not settings.autoscale:
         return None
-    low, colon, high = settings.autoscale.partition(":")
-    if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= MAX_WORKERS):
-        numbers = f"{settings.autoscale!r} is not MIN:MAX with 1 ≤ MIN ≤ MAX ≤ {MAX_WORKERS}"
+    low, _, high = settings.autoscale.partition(":")
+    is_pair = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", settings.autoscale)
+    if not is_pair or not 1 <= int(low) <= int(high) <= MAX_WORKERS:
+        numbers = f"{settings.autoscale[:40]!r} is not MIN:MAX with 1 ≤ MIN ≤ MAX ≤ {MAX_WORKERS}"
         raise usage_error("bad value for --autoscale", numbers, "write it as 1:4")
     if settings.workers > int(high):
         numbers = f"--workers is {settings.workers}, and --autoscale {settings.autoscale} allows {int(high)} at most"

@@ -31,6 +31,8 @@ def _entry(name: str, digest: str, tenant: str | None, scopes: Sequence[str], ex
     lines = [f"\n[keys.{_quoted(name)}]", f'sha256 = "{digest}"']
     lines += [f"tenant = {_quoted(tenant)}"] if tenant else []
     lines += [f"scopes = [{', '.join(_quoted(each) for each in scopes)}]"] if scopes else []
+    if expires and not expires.isprintable():  # a line of its own would be an entry of its own
+        raise usage("bad value for --expires", f"{expires!r} is no time", "write it as 2027-01-31T00:00:00Z")
     lines += [f"expires = {expires}"] if expires else []
     return "\n".join(lines) + "\n"
 

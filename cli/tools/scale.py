@@ -1,5 +1,6 @@
 """`octavo scale`: how many workers a model of a running service has, and how many gateways run on other hosts."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,9 @@ def _read(words: Sequence[str]) -> tuple[str, int]:
         advice = "octavo scale MODEL WORKERS, or octavo scale --cluster-gateways N"
         raise usage("bad command line", f"{len(words)} words were given", advice)
     number = words[-1]
-    if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MAX_WORKERS:
-        raise usage(
-            "bad number of workers", f"{number!r} is not a number from 1 to {MAX_WORKERS}", "octavo scale MODEL WORKERS"
-        )
+    if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= MAX_WORKERS:
+        numbers = f"{number[:40]!r} is not a number from 1 to {MAX_WORKERS}"
+        raise usage("bad number of workers", numbers, "octavo scale MODEL WORKERS")
     return (words[0] if len(words) == 2 else ""), int(number)
 
 

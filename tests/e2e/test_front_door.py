@@ -65,7 +65,8 @@ def test_the_command_makes_keys_that_stand_nowhere(keys: tuple[Path, dict[str, s
 def test_a_name_that_is_taken_is_refused_and_the_file_stays(keys: tuple[Path, dict[str, str]]) -> None:
     path, _ = keys
     before = path.read_bytes()
-    for arguments in (("ann",), ("new", "--scope", "root"), ("new", "--expires", "soon"), ('a"b',)):
+    more = ("new", "--expires", "2099-01-01T00:00:00Z\n[tenants.more]")
+    for arguments in (("ann",), ("new", "--scope", "root"), ("new", "--expires", "soon"), more, ('a"b',)):
         done = octavo("keys", "new-api", *arguments, "--file", path, folder=path.parent)
         assert (done.returncode > 0, done.stdout) == (True, ""), arguments
         assert len(done.stderr.strip().splitlines()) == 3, done.stderr

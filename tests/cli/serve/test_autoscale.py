@@ -110,7 +110,7 @@ def test_a_snapshot_is_read_by_model_and_only_workers_that_take_requests_count()
     assert demand_of(snapshot, "c") == Demand(num_workers=0, queue_s=0.0, usage=0.0)
 
 
-@pytest.mark.parametrize("text", ["4", "0:4", "4:1", "1:65", "a:b", "1:", ":4", "-1:4", "1:2:3"])
+@pytest.mark.parametrize("text", ["4", "0:4", "4:1", "1:65", "a:b", "1:", ":4", "-1:4", "1:2:3", "1:" + 36 * "9"])
 def test_bounds_that_are_none_are_refused_by_name(text: str) -> None:
     with pytest.raises(CliError) as refused:
         policy_of(ServeSettings(autoscale=text))

@@ -60,3 +60,12 @@ def test_one_service_needs_no_address(asked: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(scale_module, "running_services", lambda: [only])
     assert main(["scale", "2"]) == 1
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("number", ["0", "65", "two", "\u0661", 5000 * "1"], ids=lambda number: number[:8])
+def test_a_number_that_there_cannot_be_is_refused_in_a_line(
+    number: str, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", "m", number]) == 2
+    assert "is not a number from 1 to 64" in capsys.readouterr().err.splitlines()[1][:100]
+    assert asked == []
