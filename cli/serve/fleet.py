@@ -7,6 +7,7 @@ needs no gateway.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,6 +33,7 @@ from octavo.wire.host import usable_cores
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SHUTDOWN_S = 0.5
 LOOK_S = 1.0  # between two looks at the load
+SILENT_S = 10.0  # after which a gateway stands still
 
 
 NO_GATEWAYS = "it has no gateways on other hosts, whose number could change: start it with --cluster-gateways"
@@ -247,27 +249,37 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
         await server.stop(SHUTDOWN_S)
 
 
-async def follow_load(fleet: Fleet, policy: AutoscalePolicy, address: str, notice: Notice) -> None:
-    """Scale each model as its load asks for, for ever. address: where a gateway tells the load without asking who asks.
-    A gateway that is away, or drains, is asked again; what cannot be is told once."""
+async def follow_load(fleet: Fleet, policy: AutoscalePolicy, addresses: Sequence[str], notice: Notice) -> None:
+    """Scale each model as its load asks for, for ever. addresses: where gateways tell the load without asking who asks:
+    one after the other, where one is away, drains or stands still. A change that cannot be is told once."""
     courses: dict[str, Course] = {}
     told = ""
-    while True:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async with grpc.aio.insecure_channel(address, options=[NO_PROXY]) as channel:
-                stub = load_pb2_grpc.LoadServiceStub(channel)
-                async for snapshot in stub.WatchLoad(load_pb2.WatchLoadRequest(interval_s=LOOK_S)):
-                    for model, size in fleet.sizes().items():
-                        demand = demand_of(snapshot, model)
-                        course = courses.get(model, Course(wanted=size))
-                        courses[model] = steer(policy, course, demand, time.monotonic())
-                        if courses[model].wanted != size:
-                            why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
-                            try:
-                                await fleet.scale(model, courses[model].wanted, because=why)
-                            except CannotScale as error:
-                                courses[model] = Course(wanted=size, changed_s=time.monotonic())
-                                if str(error) != told:
-                                    told = str(error)
-                                    notice(f"{model} keeps {size} workers: {told}")
+    for address in itertools.cycle(addresses):
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async for snapshot in _told_by(address):
+                for model, size in fleet.sizes().items():
+                    demand = demand_of(snapshot, model)
+                    course = courses.get(model, Course(wanted=size))
+                    courses[model] = steer(policy, course, demand, time.monotonic())
+                    if courses[model].wanted != size:
+                        why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
+                        try:
+                            await fleet.scale(model, courses[model].wanted, because=why)
+                        except CannotScale as error:
+                            courses[model] = Course(wanted=size, changed_s=time.monotonic())
+                            if str(error) != told:
+                                told = str(error)
+                                notice(f"{model} keeps {size} workers: {told}")
         await asyncio.sleep(LOOK_S)
+
+
+async def _told_by(address: str) -> AsyncIterator[load_pb2.WatchLoadResponse]:
+    """What the gateway there tells of the load. Raises TimeoutError where it is silent for SILENT_S, AioRpcError."""
+    async with grpc.aio.insecure_channel(address, options=[NO_PROXY]) as channel:
+        watch = load_pb2_grpc.LoadServiceStub(channel).WatchLoad(load_pb2.WatchLoadRequest(interval_s=LOOK_S))
+        while True:
+            async with asyncio.timeout(SILENT_S):
+                snapshot = await watch.read()
+            if snapshot is grpc.aio.EOF:
+                return
+            yield snapshot

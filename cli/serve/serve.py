@@ -260,9 +260,7 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
     announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
     tasks = [announcer, asyncio.create_task(listing.keep())]
     if policy is not None:
-        told_at = _asked_at(layout.plans)
-        assert told_at is not None
-        tasks.append(asyncio.create_task(_autoscale(announcer, fleet, policy, told_at, notice)))
+        tasks.append(asyncio.create_task(_autoscale(announcer, fleet, policy, _status_at(layout.plans), notice)))
     try:
         async with listening(fleet, supervisor_socket(layout.run_dir)):
             code = await running
@@ -286,14 +284,14 @@ def _failure(service: Service, view: StartupView) -> CliError:
 
 
 async def _autoscale(
-    announcer: asyncio.Task[None], fleet: "Fleet", policy: "AutoscalePolicy", address: str, notice: Notice
+    announcer: asyncio.Task[None], fleet: "Fleet", policy: "AutoscalePolicy", addresses: Sequence[str], notice: Notice
 ) -> None:
     """Once the service is ready."""
     from octavo.cli.serve.fleet import follow_load
 
     await asyncio.wait([announcer])
     try:
-        await follow_load(fleet, policy, address, notice)
+        await follow_load(fleet, policy, addresses, notice)
     except Exception as error:
         notice(f"the number of workers stays as it is from now on: {type(error).__name__}: {error}")
         raise
@@ -318,7 +316,8 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
 
     settings, plans, address = layout.settings, layout.plans, layout.address
     try:
-        waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
+        asked_at = next(iter(_status_at(plans)), address)
+        waiting = wait_until_ready(asked_at, plans, metrics_host=reachable(settings.metrics_host))
         async with asyncio.timeout(settings.startup_timeout_s):
             served = await waiting
             await view.gateways_are_open(plans)
@@ -342,10 +341,9 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
         view.notice(f"who waits for {ready} waits in vain, since it cannot be written: {error.strerror or error}")
 
 
-def _asked_at(plans: Sequence[ProcessPlan]) -> str | None:
-    """Where gateways that guard their door are asked whether they are ready; None where their port tells."""
-    sockets = [each.status_socket for each in plans if each.status_socket is not None]
-    return f"unix:{sockets[0].absolute()}" if sockets else None
+def _status_at(plans: Sequence[ProcessPlan]) -> list[str]:
+    """Where gateways that guard their door, or tell an autoscaler, are asked; none where their port tells."""
+    return [f"unix:{each.status_socket.absolute()}" for each in plans if each.status_socket is not None]
 
 
 def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:

@@ -265,7 +265,7 @@ async def test_a_gateway_that_drains_is_not_asked_for_its_load_without_a_pause(
     server.add_insecure_port(address)
     await server.start()
     policy = AutoscalePolicy(floor=2, ceiling=4)
-    following = asyncio.create_task(follow_load(rig.fleet, policy, address, rig.notices.append))
+    following = asyncio.create_task(follow_load(rig.fleet, policy, [address], rig.notices.append))
     await until(lambda: num_asked)
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(20):  # turns in which it could have asked again
@@ -274,6 +274,40 @@ async def test_a_gateway_that_drains_is_not_asked_for_its_load_without_a_pause(
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await server.stop(None)
+
+
+async def test_another_gateway_tells_the_load_where_one_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "LOOK_S", 0.01)
+    monkeypatch.setattr(fleet, "SILENT_S", 0.2)
+
+    class Telling(load_pb2_grpc.LoadServiceServicer):
+        def __init__(self, stands_still_after: int) -> None:
+            self._most, self.num_told = stands_still_after, 0
+
+        async def WatchLoad(self, request: load_pb2.WatchLoadRequest, context: Any) -> None:
+            while self.num_told < self._most:
+                self.num_told += 1
+                await context.write(load_pb2.WatchLoadResponse())
+                await asyncio.sleep(0.01)
+            await asyncio.Event().wait()
+
+    rig = Rig()
+    servers, tellers = [grpc.aio.server() for _ in range(2)], [Telling(1), Telling(1000)]
+    addresses = [f"unix:{tmp_path}/{number}.sock" for number in range(2)]
+    for server, teller, address in zip(servers, tellers, addresses, strict=True):
+        load_pb2_grpc.add_LoadServiceServicer_to_server(teller, server)
+        server.add_insecure_port(address)
+        await server.start()
+    policy = AutoscalePolicy(floor=1, ceiling=4)
+    following = asyncio.create_task(follow_load(rig.fleet, policy, addresses, rig.notices.append))
+    await until(lambda: tellers[1].num_told > 3)
+    assert tellers[0].num_told == 1
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    for server in servers:
+        await server.stop(None)
 
 
 # ---------------------------------------------------------------- a service of processes
