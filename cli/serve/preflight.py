@@ -16,7 +16,6 @@ from pathlib import Path
 from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.serve.combinations import check_combinations
 from octavo.cli.serve.ports import MAX_PORT, free_port
-from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
@@ -201,18 +200,12 @@ def check_traces() -> None:
 
 
 def check_front(settings: ServeSettings) -> None:
-    """That OpenAI's HTTP interface can be served as asked. Raises CliError, AddressError."""
+    """That OpenAI's HTTP interface can be served as asked. Raises CliError."""
     if settings.openai is None:
         return
     if settings.tls_client_ca_file is not None and settings.api_keys_file is None:
         numbers = "--tls-client-ca-file is given, and certificates of HTTP callers cannot be passed on to gateways"
         raise usage("--openai does not go with client certificates alone", numbers, "add --api-keys-file")
-    if settings.tls_cert_file is None:
-        from octavo.gateway.config import Exposure  # not in every worker
-        from octavo.gateway.rpc.addresses import check_exposure
-
-        address = join_address(settings.openai_host, settings.openai)
-        check_exposure(address, Exposure(settings.exposure), setting="--openai-host")
 
 
 def check_isa(cpu_isa: str) -> None:

@@ -53,7 +53,7 @@ from octavo.cli.serve.startup import LineStyle, StartupView, stderr_in_a_thread
 from octavo.cli.serve.summary import show_summary
 from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.cli.settings.addresses import join_address, reachable
-from octavo.cli.settings.gateway_config import check_access
+from octavo.cli.settings.gateway_config import check_access, check_exposed
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
 from octavo.cli.whole_file import write_whole
@@ -74,6 +74,7 @@ def serve(settings: ServeSettings) -> int:
     """
     warn_of_variables()
     check_front(settings)
+    check_exposed(settings)
     check_access(settings)
     check_peers(settings)
     if settings.cluster:

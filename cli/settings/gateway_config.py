@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.cli.errors import usage
 from octavo.cli.settings.access import AccessSettings
 from octavo.cli.settings.addresses import default_endpoint, join_address
-from octavo.cli.settings.groups import GatewaySettings
+from octavo.cli.settings.groups import GatewaySettings, ServeSettings
 from octavo.cli.settings.model_names import model_ports, name_of_model
 from octavo.gateway.auth.authenticator import Scope
 from octavo.gateway.auth.reloader import AccessReloader
@@ -26,6 +26,7 @@ from octavo.gateway.config import (
     RequestLimits,
     TlsConfig,
 )
+from octavo.gateway.rpc.addresses import check_exposure
 from octavo.gateway.workers.config import WorkerPoolConfig
 
 NO_SCOPE = "none"
@@ -45,6 +46,18 @@ def check_access(settings: AccessSettings) -> None:
     """Load the files once, so that what is wrong with them is told before anything starts. Raises CliError,
     AccessFileError."""
     AccessReloader(access_config(settings)).load()
+
+
+def check_exposed(settings: ServeSettings) -> None:
+    """That other hosts reach nothing in plain text without permission: a gateway would say so later, and of its port.
+    Raises AddressError."""
+    asked = {"--metrics-host": (settings.metrics_host, settings.metrics_port)}
+    if settings.tls_cert_file is None:
+        asked["--host"] = (settings.host, settings.port)
+        if settings.openai is not None:
+            asked["--openai-host"] = (settings.openai_host, settings.openai)
+    for setting, (host, port) in asked.items():
+        check_exposure(join_address(host, port), Exposure(settings.exposure), setting=setting)
 
 
 def _tls_config(settings: AccessSettings) -> TlsConfig | None:
