@@ -220,7 +220,7 @@ class PackedWeights:
 
     def idle_biases(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the biases that AutoGPTQ writes, full of zeros, for packed matrices to which the model adds
-        none (Qwen's own GPTQ checkpoints have them). shapes: of what the model wants."""
+        none (Qwen2's own GPTQ checkpoints have them). shapes: of what the model wants."""
         biases = {f"{part.name}.bias": part.shape[:1] for part in self._packed_parts()}
         return {name: shape for name, shape in biases.items() if name not in shapes}
 
