@@ -94,6 +94,11 @@ class ModelConfig:
         """What attention scores are multiplied with."""
         return self.head_dim**-0.5
 
+    def computed_in(self, asked: torch.dtype | None) -> torch.dtype:
+        """What a model is computed in. asked: None takes the config's, bf16 where it has none or the checkpoint is
+        packed (it names float16 for the sake of its kernels; Qwen2.5 was made in bf16)."""
+        return asked or (None if self.quantization else self.dtype) or torch.bfloat16
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read the content of a config.json, of transformers 4's layout or 5's. Raises ConfigError naming the field.

@@ -114,8 +114,7 @@ def _multiply_on_a_cpu(folder: Path, settings: ServeSettings) -> None:
 
     whole = load_config(folder)
     config = config_of_rank(whole, settings.tensor_parallel_size)
-    asked = parse_dtype(None if settings.dtype == "auto" else settings.dtype)
-    dtype = asked or (None if whole.quantization else whole.dtype) or torch.bfloat16
+    dtype = whole.computed_in(parse_dtype(None if settings.dtype == "auto" else settings.dtype))
     if settings.deterministic:
         check_kernels(config, dtype, num_ranks=settings.tensor_parallel_size)
     wanted = weight_format(None if settings.quantization == "none" else settings.quantization)

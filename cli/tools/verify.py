@@ -146,7 +146,7 @@ def _num_parameters(config: ModelConfig) -> int:
 
 def _passes(served: Served, config: ModelConfig) -> list[Served]:
     """As asked for; and in float32, where nothing that is wrong can be taken for rounding."""
-    dtype = parse_dtype(served.dtype) or (None if config.quantization else config.dtype) or torch.bfloat16
+    dtype = config.computed_in(parse_dtype(served.dtype))
     as_asked = replace(served, dtype=str(dtype).removeprefix("torch."))
     if dtype == torch.float32 and not served.quantization and not served.kv_cache_dtype:
         return [as_asked]

@@ -51,16 +51,15 @@ def load_model(
     """Load a checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
     or AWQ.
 
-    dtype: what to compute in; None takes the config's, bf16 where it has none or the checkpoint is packed (it names
-    float16 for the sake of its kernels; Qwen2.5 was made in bf16). packed: what becomes of packed matrices. ranks: a
-    rank of several reads what it has of the weights and nothing else.
+    dtype: see `ModelConfig.computed_in`. packed: what becomes of packed matrices. ranks: a rank of several reads what
+    it has of the weights and nothing else.
     Raises CheckpointError (ConfigError for config.json); nothing of the folder is ever executed.
     """
     folder = Path(folder)
     config = load_config(folder)
     with ExitStack() as stack:
         shards = open_shards(folder, stack)
-        chosen = dtype or (None if config.quantization else config.dtype) or torch.bfloat16
+        chosen = config.computed_in(dtype)
         plain = CausalLM(config, dtype=chosen, device="meta")
         weights = PackedWeights.of(plain, ranks)
         beside = check_tensors(shards, plain, weights)
@@ -103,7 +102,7 @@ def draw_model(
     config = load_config(Path(folder))
     if config.quantization is not None:
         raise ConfigError("quantization_config", "packed weights cannot be drawn, only read")
-    model = CausalLM(config, dtype=dtype or config.dtype or torch.bfloat16, device=device, ranks=ranks)
+    model = CausalLM(config, dtype=config.computed_in(dtype), device=device, ranks=ranks)
     generator = torch.Generator(model.device).manual_seed(ranks.rank)
     for name, parameter in model.named_parameters():
         deviation = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else VECTOR_DEVIATION
@@ -123,10 +122,11 @@ def check_tensors(shards: Shards, plain: CausalLM, weights: PackedWeights) -> se
     CheckpointError with every difference."""
     shapes = weights.replace_shapes(expected_shapes(plain))
     idle = weights.idle_biases(shapes)
+    allowed = shapes | idle
     problems = [f"{name}: missing, should have shape {list(shape)}" for name, shape in shapes.items()
                 if name not in shards.file_of]  # fmt: skip
     for name, file in shards.file_of.items():
-        entry, wanted = file.entries[name], wanted_shape(name, shapes | idle)
+        entry, wanted = file.entries[name], wanted_shape(name, allowed)
         if wanted is None:
             problems.append(f"{file.path.name}: {name}: unexpected")
         elif entry.shape != wanted:
