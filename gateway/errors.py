@@ -4,7 +4,9 @@ Exception classes here and in `gateway.text` and `gateway.workers` know no statu
 (`gateway.rpc.status`). Reasons are the names of octavo.v1.ErrorReason without their prefix.
 """
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self
 
@@ -30,7 +32,15 @@ class RequestError(Exception):
     """Base; the message is for the caller."""
 
 
-class InvalidRequest(RequestError):
+class NamesFields(Exception, ABC):
+    """What errors of a request share that say which fields they are about, by their paths."""
+
+    @abstractmethod
+    def with_paths(self, path_of: Callable[[str], str]) -> "NamesFields":
+        """The same with the paths of another contract. path_of: theirs for one of ours."""
+
+
+class InvalidRequest(RequestError, NamesFields):
     """Fields are missing, unknown, out of range or not supported."""
 
     def __init__(self, violations: tuple[Violation, ...]) -> None:
@@ -44,17 +54,25 @@ class InvalidRequest(RequestError):
         """One field is wrong."""
         return cls((Violation(field=field, description=description),))
 
+    def with_paths(self, path_of: Callable[[str], str]) -> "InvalidRequest":
+        """See NamesFields."""
+        return InvalidRequest(tuple(replace(each, field=path_of(each.field)) for each in self.violations))
+
 
 class MalformedMessage(RequestError):
     """The request's bytes are no message of its type."""
 
 
-class ExceedsCapacity(RequestError):
+class ExceedsCapacity(RequestError, NamesFields):
     """The request can never fit, even alone. field: the one that asks for too much; empty where it is no single one."""
 
     def __init__(self, description: str, *, field: str = "") -> None:
         super().__init__(f"{field}: {description}" if field else description)
         self.field, self.description = field, description
+
+    def with_paths(self, path_of: Callable[[str], str]) -> "ExceedsCapacity":
+        """See NamesFields."""
+        return ExceedsCapacity(self.description, field=path_of(self.field)) if self.field else self
 
 
 class ModelNotFound(RequestError):

@@ -1,13 +1,13 @@
 """What is wrong with a dialect's request, by the caller's own names: nothing is ignored. And what a dialect's answer
 has no field for: gateways that did not answer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
+from octavo.gateway.errors import Violation
 from octavo.gateway.validation.fields import REQUEST_ID, raise_if_any
 
 SILENT_TRAILER = "x-unreachable-gateways"
@@ -42,17 +42,6 @@ def unserved(
         else:
             for index, element in enumerate(value):
                 yield from unserved(element, refused, opaque=opaque, prefix=f"{path}[{index}].")
-
-
-def with_paths(
-    error: InvalidRequest | ExceedsCapacity, path_of: Callable[[str], str]
-) -> InvalidRequest | ExceedsCapacity:
-    """The same with the paths of a dialect. path_of: theirs for one of ours."""
-    if isinstance(error, ExceedsCapacity):
-        return ExceedsCapacity(error.description, field=path_of(error.field)) if error.field else error
-    return InvalidRequest(
-        tuple(Violation(field=path_of(each.field), description=each.description) for each in error.violations)
-    )
 
 
 def path_by(table: Iterable[tuple[str, str]], path: str) -> str:

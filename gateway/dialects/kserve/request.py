@@ -24,8 +24,7 @@ from octavo.gateway.dialects.kserve.model import (
 )
 from octavo.gateway.dialects.kserve.sampling import apply_sampling, in_vllm_names
 from octavo.gateway.dialects.kserve.tensors import scalar_inputs
-from octavo.gateway.dialects.unserved import with_paths
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, ModelNotFound
+from octavo.gateway.errors import InvalidRequest, ModelNotFound, NamesFields
 from octavo.gateway.validation.generate import check_generate
 from octavo.kserve import inference_pb2 as oip
 from octavo.v1 import inference_pb2 as pb
@@ -86,9 +85,9 @@ def check_version(version: str) -> None:
         raise ModelNotFound(f"models here have only version {MODEL_VERSION}")
 
 
-def in_callers_names(error: InvalidRequest | ExceedsCapacity) -> InvalidRequest | ExceedsCapacity:
+def in_callers_names(error: NamesFields) -> NamesFields:
     """The same with the paths of this dialect."""
-    return with_paths(error, _path)
+    return error.with_paths(_path)
 
 
 def _path(path: str) -> str:

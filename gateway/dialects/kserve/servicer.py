@@ -12,7 +12,7 @@ import structlog
 from octavo.gateway.dialects.kserve import model
 from octavo.gateway.dialects.kserve.messages import News, Responses, empty_response, failed, reason_of, streamed
 from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest
+from octavo.gateway.errors import InvalidRequest, NamesFields
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
@@ -144,7 +144,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
         try:
             return await self._submitter.submit(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
-        except (ExceedsCapacity, InvalidRequest) as error:
+        except NamesFields as error:
             raise in_callers_names(error) from None
 
     def _responses(self, asked: Asked, tracked: TrackedRequest) -> Responses:

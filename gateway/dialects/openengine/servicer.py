@@ -21,8 +21,8 @@ from octavo.gateway.dialects.openengine.translate import (
 from octavo.gateway.dialects.unserved import tell_silent
 from octavo.gateway.errors import (
     DeadlinePassed,
-    ExceedsCapacity,
     InvalidRequest,
+    NamesFields,
     PermissionDenied,
     RequestAborted,
     RequestError,
@@ -88,7 +88,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
             translated.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
         try:
             tracked = await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
-        except (ExceedsCapacity, InvalidRequest) as error:
+        except NamesFields as error:
             raise in_callers_names(error, request) from None
         with self._tracker.closing(tracked):
             await context.send_initial_metadata(())

@@ -7,8 +7,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
+from octavo.gateway.dialects.unserved import path_by, unserved
+from octavo.gateway.errors import InvalidRequest, NamesFields, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_generate
 from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
@@ -150,11 +150,9 @@ def check_abort(request: oe.AbortRequest) -> None:
             raise InvalidRequest.of("request_id", wrong)
 
 
-def in_callers_names(
-    error: InvalidRequest | ExceedsCapacity, request: oe.GenerateRequest
-) -> InvalidRequest | ExceedsCapacity:
+def in_callers_names(error: NamesFields, request: oe.GenerateRequest) -> NamesFields:
     """The same with the paths of this dialect."""
-    return with_paths(error, lambda path: _path(path, request))
+    return error.with_paths(lambda path: _path(path, request))
 
 
 def _path(path: str, request: oe.GenerateRequest) -> str:

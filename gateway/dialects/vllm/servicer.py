@@ -25,7 +25,7 @@ from octavo.gateway.dialects.vllm.messages import (
     fill_logprobs,
 )
 from octavo.gateway.dialects.vllm.translate import check_loads, in_callers_names, translate, translate_embed
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestAborted
+from octavo.gateway.errors import NamesFields, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
@@ -119,7 +119,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def _submit(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> TrackedRequest:
         try:
             return await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
-        except (ExceedsCapacity, InvalidRequest) as error:
+        except NamesFields as error:
             raise in_callers_names(error) from None
 
     async def _stream(self, tracked: TrackedRequest, context: Context) -> None:
@@ -186,7 +186,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         translated = await self._translated(lambda: translate_embed(request), request.ByteSize())
         try:
             card, embedded = await self._embedder.embed(translated, scope, timeout_s=context.time_remaining())
-        except (ExceedsCapacity, InvalidRequest) as error:
+        except NamesFields as error:
             raise in_callers_names(error) from None
         (each,) = embedded
         scope.log_fields |= {"model": card.name, "prompt_tokens": each.num_prompt_tokens}

@@ -7,8 +7,8 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from octavo.gateway.dialects.unserved import path_by, with_paths
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
+from octavo.gateway.dialects.unserved import path_by
+from octavo.gateway.errors import InvalidRequest, NamesFields, Violation
 from octavo.gateway.validation.fields import raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_embed, check_generate
 from octavo.v1 import common_pb2
@@ -140,9 +140,9 @@ def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
     return translated
 
 
-def in_callers_names(error: InvalidRequest | ExceedsCapacity) -> InvalidRequest | ExceedsCapacity:
+def in_callers_names(error: NamesFields) -> NamesFields:
     """The same with the paths of this dialect."""
-    return with_paths(error, lambda path: path_by(_PATHS, path))
+    return error.with_paths(lambda path: path_by(_PATHS, path))
 
 
 def _input(request: vllm.GenerateRequest) -> dict[str, Any]:

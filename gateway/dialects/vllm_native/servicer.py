@@ -16,7 +16,7 @@ from octavo.gateway.dialects.vllm_native.translate import (
     in_callers_names,
     translate,
 )
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestAborted
+from octavo.gateway.errors import NamesFields, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
@@ -75,7 +75,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
         )
         try:
             return await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
-        except (ExceedsCapacity, InvalidRequest) as error:
+        except NamesFields as error:
             raise in_callers_names(error) from None
 
     async def _responses(

@@ -10,8 +10,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
+from octavo.gateway.dialects.unserved import path_by, unserved
+from octavo.gateway.errors import InvalidRequest, NamesFields, Violation
 from octavo.gateway.validation.fields import raise_if_any, unset_choice
 from octavo.gateway.validation.generate import check_generate
 from octavo.gateway.validation.limits import MAX_PRIORITY, MIN_PRIORITY
@@ -110,9 +110,9 @@ def check_one_output(request: vllm.GenerateRequest) -> None:
         raise InvalidRequest.of("sampling.num_sequences", "must be 1 here: GenerateStream tells several")
 
 
-def in_callers_names(error: InvalidRequest | ExceedsCapacity) -> InvalidRequest | ExceedsCapacity:
+def in_callers_names(error: NamesFields) -> NamesFields:
     """The same with the paths of this dialect."""
-    return with_paths(error, lambda path: path_by(_PATHS, path))
+    return error.with_paths(lambda path: path_by(_PATHS, path))
 
 
 def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
