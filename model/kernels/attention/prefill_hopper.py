@@ -27,20 +27,24 @@ LEAST_BLOCK = 8  # tokens: the rows of one pattern in shared memory
 class Form:
     """What differs by head dim. buffers: tiles of keys, and of values, in shared memory. registers: of a thread that
     computes, and of one that loads. keeps_order: whether the product with the values is only waited for behind the
-    exponentials, as it is written, or where the compiler likes. sums: partial sums of a query's weights where contexts
-    are cut: as many as the threads of a decode have each to itself (invariant_ring.py) where registers hold them."""
+    exponentials, as it is written, or where the compiler likes. kept: tiles of a round whose maxima are kept. sums:
+    partial sums of a query's weights where contexts are cut: as many as the threads of a decode have each to itself
+    (invariant_ring.py) where registers hold them."""
 
     buffers: int
     registers: tuple[int, int]
     keeps_order: bool
+    kept: int
     sums: int
 
 
+LEAST_KEPT = 4096
+"""Tokens of a step from which on queries' maxima are kept: fewer do not make up for more instructions to fetch."""
 SUMS = 8
 """Partial sums of a query's weights where contexts are not cut."""
 FORMS = {
-    64: Form(buffers=3, registers=(232, 40), keeps_order=True, sums=32),
-    128: Form(buffers=2, registers=(240, 24), keeps_order=True, sums=8),
+    64: Form(buffers=3, registers=(232, 40), keeps_order=True, kept=2, sums=32),
+    128: Form(buffers=2, registers=(240, 24), keeps_order=True, kept=1, sums=8),
 }
 """The fastest forms of a prototype, which ran on an H100 and an H200 by itself (bench/RESULTS.md)."""
 _compiled: dict[tuple[object, ...], bool] = {}
@@ -103,13 +107,18 @@ def attend(
     arguments = (
         q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_RM.shape[1], num_items, num_rows, log2_scale
     )  # fmt: skip
+    # float16 has no room above a maximum that is not the last one; deterministic mode keeps the bits of its decodes.
+    keeps_maxima = T >= LEAST_KEPT and q_TNH.dtype is torch.bfloat16 and not chunk_tokens
     constants = {
         "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order, "CHUNK": chunk_tokens,
-        "SUMS": form.sums if chunk_tokens else SUMS, "CONSUMER_REGISTERS": form.registers[0],
-        "PRODUCER_REGISTERS": form.registers[1], "PDL": overlap.value, "launch_pdl": overlap.value, "num_warps": 4,
+        "SUMS": form.sums if chunk_tokens else SUMS, "KEPT": form.kept if keeps_maxima else 0,
+        "CONSUMER_REGISTERS": form.registers[0], "PRODUCER_REGISTERS": form.registers[1], "PDL": overlap.value,
+        "launch_pdl": overlap.value, "num_warps": 4,
     }  # fmt: skip
     grid = (min(num_items, _num_programs(q_TNH.device)),)
-    if not _compiles((N, K, H, S, chunk_tokens, overlap, q_TNH.dtype, q_TNH.device), arguments, constants, grid):
+    if not _compiles(
+        (N, K, H, S, chunk_tokens, keeps_maxima, overlap, q_TNH.dtype, q_TNH.device), arguments, constants, grid
+    ):
         return False
     attend_kernel[grid](*arguments, **constants)
     return True

@@ -1,8 +1,8 @@
 """The kernel of prefill_hopper.py in Gluon: Triton with its layouts, copies and barriers written out.
 
 FlashAttention-3's form (arXiv:2407.08608) over paged keys and values. A program has three groups of warps, which speak
-through barriers in shared memory: `full` (copied) and `free` (read) of each buffer, and `clean`: no value of the last
-tile lies behind the context.
+through barriers in shared memory: `full` (copied) and `free` (read) of each buffer, `clean`: no value of the last tile
+lies behind the context, and `judged`: it is known which turns are done again.
 
     producer      | K0 Q V0 | K1 V1 | K2 V2 | ...        copies into shared memory, block by block of the table
     consumer 0    | QK0 | exp 0 | QK1, PV0 | exp 1 | QK2, PV1 | exp 2 | ...        64 queries of one head
@@ -12,6 +12,9 @@ Matrix units and exponentials take about as long as each other at a head dim of 
 the other's products and beside its own product of the tile before with the values. Tiles of keys are taken from the
 last one back, so that only the first ones need a mask. Programs stay, one on each multiprocessor, and go from one tile
 of queries and head to the next: the next one's inputs are on their way while this one ends.
+
+Behind the masked tiles a query's maximum is kept (kept_maxima.py; KEPT: tiles of such a round, 0: every tile has its
+own). Where that does not hold, the program does the tile of queries again at its end, with a maximum of every tile.
 
 In deterministic mode a context is cut at absolute positions into chunks (CHUNK tokens; 0: none), whose results are
 merged from the last one back, as decodes of the mode merge theirs (invariant_ring.py). A token's bits are those of its
@@ -32,13 +35,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, merge
+from octavo.model.kernels.attention.kept_maxima import HALF, HEAVIEST, KEYS, QUERIES, in_columns, stream_kept
 from octavo.model.kernels.gluon import async_load, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 CONSUMERS = gl.constexpr(2)
-QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
-KEYS = gl.constexpr(128)  # of a tile
-HALF = gl.constexpr(KEYS // CONSUMERS)
 EIGHT = gl.constexpr(8)  # columns that one instruction's threads share: a query's maximum is one of so many
 COLUMNS = gl.constexpr(64)  # of one copy: as wide as a pattern in shared memory
 SMEM = gl.constexpr(gl.NVMMASharedLayout(128, 16))
@@ -55,6 +56,14 @@ def _item(turn):
 @gluon.jit
 def _num_turns(num_items):
     return (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def _turns_again(judged, again_smem, WARPS: gl.constexpr):
+    # Bits of turns that a consumer has to do again; turn 32 has the first one's. The other does them with it.
+    mbarrier.wait(judged, 0)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(again_smem.index(0).load(layout), 0) | gl.max(again_smem.index(1).load(layout), 0)
 
 
 @gluon.jit
@@ -80,60 +89,62 @@ def _copy_tile(pool_rows, rows, full, smem, buffer, BOXES: gl.constexpr, PARTS: 
 
 
 @gluon.jit
-def _produce(work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr):
+def _produce(
+    work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr,
+    ATTEMPTS: gl.constexpr,
+):  # fmt: skip
     (
         q_cubes, k_rows, v_rows, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-        table_RM, tiles_W4, table_width, num_items, nowhere,
+        judged, again_smem, table_RM, tiles_W4, table_width, num_items, nowhere,
     ) = work  # fmt: skip
     BOX: gl.constexpr = k_rows.block_type.shape[0]
     BOXES: gl.constexpr = KEYS // BOX
     PARTS: gl.constexpr = H // COLUMNS
     step = 0
     num_done = 0
-    for turn in range(_num_turns(num_items)):
-        item = _item(turn)
-        row, first, position, count = _tile_of(item, num_items, tiles_W4, N)
-        if count > 0:
-            table = table_RM + row.to(gl.int64) * table_width
-            end = position + count
-            num_tiles = (end + KEYS - 1) // KEYS
-            for i in range(num_tiles):
-                buffer = step % BUFFERS
-                phase = (step // BUFFERS) & 1
-                rows = ()
-                for box in gl.static_range(BOXES):
-                    token = (num_tiles - 1 - i) * KEYS + box * BOX
-                    block = gl.load(table + token // S, mask=token < end, other=0)
-                    # Rows behind the pool are copied as zeros.
-                    row_of_pool = (block * K + item % N // (N // K)) * S + token % S
-                    rows += (gl.where(token < end, row_of_pool, nowhere),)
-                mbarrier.wait(k_free.index(buffer), phase ^ 1)
-                mbarrier.expect(k_full.index(buffer), KEYS * H * 2)
-                _copy_tile(k_rows, rows, k_full.index(buffer), k_smem, buffer, BOXES, PARTS)
-                if i == 0:
-                    for consumer in gl.static_range(CONSUMERS):
-                        mbarrier.wait(q_free.index(consumer), (num_done & 1) ^ 1)
-                        mbarrier.expect(q_full.index(consumer), QUERIES * H * 2)
-                        for part in gl.static_range(PARTS):
-                            corner = [first + consumer * QUERIES, item % N, part * COLUMNS]
-                            room = q_smem.index(consumer * PARTS + part)
-                            async_load(q_cubes, corner, q_full.index(consumer), room)
-                mbarrier.wait(v_free.index(buffer), phase ^ 1)
-                mbarrier.expect(v_full.index(buffer), KEYS * H * 2)
-                _copy_tile(v_rows, rows, v_full.index(buffer), v_smem, buffer, BOXES, PARTS)
-                step += 1
-            num_done += 1
-
-
-@gluon.jit
-def _in(x, columns: gl.constexpr):
-    # Several short chains of maxima or additions instead of a long one.
-    return gl.reshape(x, [x.shape[0], x.shape[1] // columns, columns])
+    turns = -1
+    for attempt in range(ATTEMPTS):
+        if attempt > 0:
+            turns = _turns_again(judged, again_smem, 1)
+            num_items = gl.where(turns == 0, 0, num_items)
+        for turn in range(_num_turns(num_items)):
+            item = _item(turn)
+            row, first, position, count = _tile_of(item, num_items, tiles_W4, N)
+            if (count > 0) & ((turns >> turn % 32) & 1 != 0):
+                table = table_RM + row.to(gl.int64) * table_width
+                end = position + count
+                num_tiles = (end + KEYS - 1) // KEYS
+                for i in range(num_tiles):
+                    buffer = step % BUFFERS
+                    phase = (step // BUFFERS) & 1
+                    rows = ()
+                    for box in gl.static_range(BOXES):
+                        token = (num_tiles - 1 - i) * KEYS + box * BOX
+                        block = gl.load(table + token // S, mask=token < end, other=0)
+                        # Rows behind the pool are copied as zeros.
+                        row_of_pool = (block * K + item % N // (N // K)) * S + token % S
+                        rows += (gl.where(token < end, row_of_pool, nowhere),)
+                    mbarrier.wait(k_free.index(buffer), phase ^ 1)
+                    mbarrier.expect(k_full.index(buffer), KEYS * H * 2)
+                    _copy_tile(k_rows, rows, k_full.index(buffer), k_smem, buffer, BOXES, PARTS)
+                    if i == 0:
+                        for consumer in gl.static_range(CONSUMERS):
+                            mbarrier.wait(q_free.index(consumer), (num_done & 1) ^ 1)
+                            mbarrier.expect(q_full.index(consumer), QUERIES * H * 2)
+                            for part in gl.static_range(PARTS):
+                                corner = [first + consumer * QUERIES, item % N, part * COLUMNS]
+                                room = q_smem.index(consumer * PARTS + part)
+                                async_load(q_cubes, corner, q_full.index(consumer), room)
+                    mbarrier.wait(v_free.index(buffer), phase ^ 1)
+                    mbarrier.expect(v_full.index(buffer), KEYS * H * 2)
+                    _copy_tile(v_rows, rows, v_full.index(buffer), v_smem, buffer, BOXES, PARTS)
+                    step += 1
+                num_done += 1
 
 
 @gluon.jit
 def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
-    highest = gl.max(gl.max(_in(score, EIGHT), 1), 1)
+    highest = gl.max(gl.max(in_columns(score, EIGHT), 1), 1)
     new_most = gl.maximum(most, gl.convert_layout(highest, most.type.layout) * log2_scale)
     base = new_most
     if IS_MASKED:
@@ -142,7 +153,7 @@ def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
     shrink = exp2(most - base)
     zeros = gl.zeros_like(score)
     weight = exp2(gl.fma(score, zeros + log2_scale, zeros - gl.expand_dims(base, 1)))
-    added = gl.convert_layout(gl.sum(_in(weight, total.shape[1]), 1), total.type.layout)
+    added = gl.convert_layout(gl.sum(in_columns(weight, total.shape[1]), 1), total.type.layout)
     total = gl.fma(total, gl.broadcast(for_rows_of(total, shrink), total)[0], added)
     return weight, new_most, total, shrink
 
@@ -202,11 +213,11 @@ def _merge_chunk(whole, whole_most, whole_total, acc, most, total):
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, work, N: gl.constexpr, H: gl.constexpr, BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr,
-    CHUNK: gl.constexpr, SUMS: gl.constexpr,
+    CHUNK: gl.constexpr, SUMS: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     (
-        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, scratch, tiles_W4,
-        num_items, log2_scale,
+        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, judged,
+        again_smem, scratch, tiles_W4, num_items, log2_scale,
     ) = work  # fmt: skip
     element: gl.constexpr = out_TNH.dtype.element_ty
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -225,84 +236,109 @@ def _consume(
     step = 0
     num_done = 0
     num_cleaned = 0
-    item = _item(0)
-    _row, first, start, count = _tile_of(item, num_items, tiles_W4, N)
-    for turn in range(_num_turns(num_items)):
-        n = item % N
-        item = _item(turn + 1)
-        _row, next_first, next_start, next_count = _tile_of(item, num_items, tiles_W4, N)
-        if count > 0:
-            end = start + count
-            begin = (end - 1) // KEYS * KEYS
-            position = gl.expand_dims(start + query, 1)
-            buffer, phase = step % BUFFERS, (step // BUFFERS) & 1
+    turns = -1
+    again = 0
+    for attempt in range(2 if KEPT else 1):
+        if attempt > 0:
+            turns = _turns_again(judged, again_smem, 4)
+            num_items = gl.where(turns == 0, 0, num_items)
+        item = _item(0)
+        _row, first, start, count = _tile_of(item, num_items, tiles_W4, N)
+        for turn in range(_num_turns(num_items)):
+            n = item % N
+            item = _item(turn + 1)
+            _row, next_first, next_start, next_count = _tile_of(item, num_items, tiles_W4, N)
+            if (count > 0) & ((turns >> turn % 32) & 1 != 0):
+                end = start + count
+                begin = (end - 1) // KEYS * KEYS
+                position = gl.expand_dims(start + query, 1)
+                buffer, phase = step % BUFFERS, (step // BUFFERS) & 1
 
-            # The last tile may end behind the context, where the values of its block can be anything, NaN as well.
-            mbarrier.wait(q_full.index(consumer), num_done & 1)
-            mbarrier.wait(k_full.index(buffer), phase)
-            zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
-            score = warpgroup_mma(q_smem, k_tiles.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
-            score = warpgroup_mma_wait(0, deps=[score])
-            thread_barrier()
-            mbarrier.arrive(k_free.index(buffer))
-            token = begin + key
-            score = gl.where((token <= position) & (token < end), score, float("-inf"))
-            most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
-            total = gl.zeros([QUERIES, SUMS], gl.float32, total_layout)
-            weight, most, total, _shrink = _weigh(score, most, total, log2_scale, True)
-            mbarrier.wait(v_full.index(buffer), phase)
-            if begin + KEYS > end:
-                # Each consumer does half of the tile, and both read all of it.
-                half = v_tiles.index(buffer).slice(consumer * HALF, HALF)
-                is_value = begin + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, value_layout)) < end
-                half.store(gl.where(gl.expand_dims(is_value, 1), half.load(value_layout), 0.0))
-                fence_async_shared()
+                # The last tile may end behind the context, where the values of its block can be anything, NaN as well.
+                mbarrier.wait(q_full.index(consumer), num_done & 1)
+                mbarrier.wait(k_full.index(buffer), phase)
+                zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
+                score = warpgroup_mma(q_smem, k_tiles.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
+                score = warpgroup_mma_wait(0, deps=[score])
                 thread_barrier()
-                mbarrier.arrive(v_clean)
-                mbarrier.wait(v_clean, num_cleaned & 1)
-                num_cleaned += 1
+                mbarrier.arrive(k_free.index(buffer))
+                token = begin + key
+                score = gl.where((token <= position) & (token < end), score, float("-inf"))
+                most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
+                total = gl.zeros([QUERIES, SUMS], gl.float32, total_layout)
+                weight, most, total, _shrink = _weigh(score, most, total, log2_scale, True)
+                mbarrier.wait(v_full.index(buffer), phase)
+                if begin + KEYS > end:
+                    # Each consumer does half of the tile, and both read all of it.
+                    half = v_tiles.index(buffer).slice(consumer * HALF, HALF)
+                    is_value = begin + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, value_layout)) < end
+                    half.store(gl.where(gl.expand_dims(is_value, 1), half.load(value_layout), 0.0))
+                    fence_async_shared()
+                    thread_barrier()
+                    mbarrier.arrive(v_clean)
+                    mbarrier.wait(v_clean, num_cleaned & 1)
+                    num_cleaned += 1
 
-            acc = gl.zeros([QUERIES, H], gl.float32, acc_layout)
-            whole = gl.zeros([QUERIES, H], gl.float32, acc_layout)
-            whole_most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
-            whole_total = gl.zeros([QUERIES], gl.float32, row_layout)
-            seen_by_all = gl.minimum((start + 1) // KEYS * KEYS, begin)
-            acc, weight, most, total, step, whole, whole_most, whole_total = _stream(
-                acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step + 1,
-                begin - KEYS, seen_by_all - KEYS, position, log2_scale, whole, whole_most, whole_total,
-                BUFFERS, KEEPS_ORDER, CHUNK, True,
-            )  # fmt: skip
-            acc, weight, most, total, step, whole, whole_most, whole_total = _stream(
-                acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step,
-                seen_by_all - KEYS, -KEYS, position, log2_scale, whole, whole_most, whole_total,
-                BUFFERS, KEEPS_ORDER, CHUNK, False,
-            )  # fmt: skip
-            mbarrier.arrive(q_free.index(consumer))
-
-            buffer, phase = (step - 1) % BUFFERS, ((step - 1) // BUFFERS) & 1
-            operand = gl.convert_layout(weight.to(element), gl.DotOperandLayout(0, acc_layout, 2))
-            mbarrier.wait(v_full.index(buffer), phase)
-            acc = warpgroup_mma(operand, v_tiles.index(buffer), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            thread_barrier()
-            mbarrier.arrive(v_free.index(buffer))
-            if CHUNK:
-                acc, most, last = _merge_chunk(whole, whole_most, whole_total, acc, most, total)
-                acc = acc * for_rows_of(acc, 1.0 / last)
-            else:
-                acc = acc * for_rows_of(acc, 1.0 / gl.sum(total, 1))
-            at = gl.expand_dims((first.to(gl.int64) + m) * N + n, 1) * H + gl.expand_dims(h, 0)
-            gl.store(out_TNH + at, acc.to(element), mask=gl.expand_dims(m < count, 1))
-            num_done += 1
-        first, start, count = next_first, next_start, next_count
+                acc = gl.zeros([QUERIES, H], gl.float32, acc_layout)
+                whole = gl.zeros([QUERIES, H], gl.float32, acc_layout)
+                whole_most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
+                whole_total = gl.zeros([QUERIES], gl.float32, row_layout)
+                # What all queries see; a query's own token is behind it. A turn that is done again keeps no maximum.
+                seen_by_all = start // KEYS * KEYS
+                if KEPT:
+                    seen_by_all = gl.where(attempt == 0, seen_by_all, 0)
+                acc, weight, most, total, step, whole, whole_most, whole_total = _stream(
+                    acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch,
+                    step + 1, begin - KEYS, seen_by_all - KEYS, position, log2_scale, whole, whole_most, whole_total,
+                    BUFFERS, KEEPS_ORDER, CHUNK, True,
+                )  # fmt: skip
+                if not KEPT:
+                    acc, weight, most, total, step, whole, whole_most, whole_total = _stream(
+                        acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch,
+                        step, seen_by_all - KEYS, -KEYS, position, log2_scale, whole, whole_most, whole_total,
+                        BUFFERS, KEEPS_ORDER, CHUNK, False,
+                    )  # fmt: skip
+                    mbarrier.arrive(q_free.index(consumer))
+                buffer, phase = (step - 1) % BUFFERS, ((step - 1) // BUFFERS) & 1
+                operand = gl.convert_layout(weight.to(element), gl.DotOperandLayout(0, acc_layout, 2))
+                mbarrier.wait(v_full.index(buffer), phase)
+                acc = warpgroup_mma(operand, v_tiles.index(buffer), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                thread_barrier()
+                mbarrier.arrive(v_free.index(buffer))
+                if KEPT:
+                    acc, total, step = stream_kept(
+                        acc, total, most, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, step,
+                        seen_by_all // KEYS, log2_scale, BUFFERS, KEPT,
+                    )  # fmt: skip
+                    mbarrier.arrive(q_free.index(consumer))
+                if CHUNK:
+                    acc, most, last = _merge_chunk(whole, whole_most, whole_total, acc, most, total)
+                    acc = acc * for_rows_of(acc, 1.0 / last)
+                else:
+                    row_total = gl.sum(total, 1)
+                    acc = acc * for_rows_of(acc, 1.0 / row_total)
+                    if KEPT:
+                        is_query = consumer * QUERIES + gl.arange(0, QUERIES, row_total.type.layout) < count
+                        heaviest = gl.max(gl.where(is_query, row_total, 0.0), 0)
+                        again |= gl.where(heaviest < HEAVIEST, 0, 1) << turn % 32
+                at = gl.expand_dims((first.to(gl.int64) + m) * N + n, 1) * H + gl.expand_dims(h, 0)
+                gl.store(out_TNH + at, acc.to(element), mask=gl.expand_dims(m < count, 1))
+                num_done += 1
+            first, start, count = next_first, next_start, next_count
+        if KEPT:  # noqa: SIM102 - the one while compiling, the other while running
+            if attempt == 0:
+                again_smem.index(consumer).store(gl.full([32], again, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+                thread_barrier()
+                mbarrier.arrive(judged)
 
 
 @gluon.jit(do_not_specialize=["num_items"])
 def attend_kernel(
     q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_width, num_items, nowhere, log2_scale,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr,
-    KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, SUMS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, SUMS: gl.constexpr, KEPT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     element: gl.constexpr = out_TNH.dtype.element_ty
@@ -321,7 +357,10 @@ def attend_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
     v_clean = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    judged = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    again_smem = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(v_clean, count=CONSUMERS)
+    mbarrier.init(judged, count=CONSUMERS)
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(consumer), count=1)
         mbarrier.init(q_free.index(consumer), count=1)
@@ -333,19 +372,19 @@ def attend_kernel(
     fence_async_shared()
     loads = (
         q_cubes, k_rows, v_rows, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-        table_RM, tiles_W4, table_width, num_items, nowhere,
+        judged, again_smem, table_RM, tiles_W4, table_width, num_items, nowhere,
     )  # fmt: skip
     work = (
-        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, scratch, tiles_W4,
-        num_items, log2_scale,
+        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, judged,
+        again_smem, scratch, tiles_W4, num_items, log2_scale,
     )  # fmt: skip
     # The groups of warps begin behind this one.
     wait_for_previous(PDL)
     gl.warp_specialize(
         [
-            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS)),
-            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS)),
-            (_produce, (loads, N, K, H, S, BUFFERS)),
+            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS, KEPT)),
+            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK, SUMS, KEPT)),
+            (_produce, (loads, N, K, H, S, BUFFERS, 2 if KEPT else 1)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -36,7 +36,8 @@ from octavo.model.kernels.attention import warp_groups as kernel
 from octavo.model.kernels.attention.invariant_hopper import CHUNK_TOKENS
 from octavo.model.kernels.attention.prefill_hopper import FORMS, SUMS
 
-H, S, folder, is_cut = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "cut"
+H, S, folder, contexts = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+is_cut = contexts == "cut"
 is_overlapping = not is_cut
 rows = f"tensordesc<bf16[{min(S, kernel.KEYS.value)}, {kernel.COLUMNS.value}],{kernel.SMEM.value!r}>"
 cubes = f"tensordesc<bf16[{kernel.QUERIES.value}, 1, {kernel.COLUMNS.value}],{kernel.SMEM_OF_QUERIES.value!r}>"
@@ -48,7 +49,7 @@ form = FORMS[H]
 constants = dict(
     N=14, K=2, H=H, S=S, BUFFERS=form.buffers, KEEPS_ORDER=form.keeps_order, CONSUMER_REGISTERS=form.registers[0],
     PRODUCER_REGISTERS=form.registers[1], CHUNK=CHUNK_TOKENS if is_cut else 0, SUMS=form.sums if is_cut else SUMS,
-    PDL=is_overlapping,
+    KEPT=form.kept if contexts == "kept" else 0, PDL=is_overlapping,
 )
 source = GluonASTSource(kernel.attend_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
@@ -60,7 +61,7 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @needs_compiler
-@pytest.mark.parametrize("contexts", ["whole", "cut"])
+@pytest.mark.parametrize("contexts", ["whole", "kept", "cut"])
 @pytest.mark.parametrize(("H", "S"), [(64, 16), (128, 256)])
 def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contexts: str) -> None:
     """The assembler says so when it has to wait for each product at once, and keeps the loop in registers. No place of
@@ -77,7 +78,7 @@ def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contex
     assembly = (tmp_path / "kernel.ptx").read_text()
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in assembly
-    assert ("griddepcontrol.wait" in assembly) == (contexts == "whole")
+    assert ("griddepcontrol.wait" in assembly) == (contexts != "cut")
     written = re.findall(r"st\.shared\.v4\.b32\s+\[ ?(%r\d+) ?\+ ?(\d+) ?\]", assembly)
     assert written
     places = {offset for _, offset in written}
@@ -123,10 +124,50 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
     return torch.einsum("ntc,cnh->tnh", weight, values_CKH.float().repeat_interleave(group, 1))
 
 
+@needs_hopper
+@needs_compiler
+@pytest.mark.parametrize(
+    ("N", "K", "H", "chunks", "num_programs"),
+    [
+        (14, 2, 64, [(0, 1500), (900, 700), (0, 200)], None),
+        (14, 2, 64, [(700, 300), (0, 400), (2000, 90)], 2),  # more turns than there are bits
+        (2, 1, 128, [(0, 900), (3000, 130)], None),
+        (28, 4, 128, [(300, 300), (0, 290)], 5),
+    ],
+)
+def test_scores_that_tower_above_those_of_the_newest_tokens(
+    N: int, K: int, H: int, chunks: list[tuple[int, int]], num_programs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some heads' oldest keys are so large that weights by the maximum of the newest ones are beyond any number."""
+    if num_programs is not None:
+        monkeypatch.setattr(prefill_hopper, "_num_programs", lambda device: num_programs)
+    monkeypatch.setattr(prefill_hopper, "LEAST_KEPT", 0)
+    torch.manual_seed(H)
+    S, M = 16, max(start + count for start, count in chunks) // 16 + 3
+    table = torch.randperm(M * len(chunks), device="cuda").view(len(chunks), M).int()
+    pools = torch.full((2, M * len(chunks), K, S, H), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wanted, placed, queries, first = [], [], [], 0
+    for row, (start, count) in enumerate(chunks):
+        token = torch.arange(start + count, device="cuda")
+        both = torch.randn(2, len(token), K, H, device="cuda").bfloat16()
+        both[0, 5 + 20 * row : 12 + 20 * row, row % K] *= 300
+        pools[:, table[row, token // S].long(), :, token % S] = both.transpose(0, 1)
+        q = (torch.randn(count, N, H, device="cuda") * 2).bfloat16()
+        wanted.append(dense(q, both[0], both[1], start))
+        queries.append(q)
+        placed.append((row, first, start, count))
+        first += count
+    q_TNH, tiles = torch.cat(queries), torch.from_numpy(list_tiles(placed)).cuda()
+    out = torch.full_like(q_TNH, float("nan"))
+    assert attend(q_TNH, pools[0], pools[1], out, table, tiles, H**-0.5 * LOG2_E)
+    torch.testing.assert_close(out.float(), torch.cat(wanted), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.sanitize(only=lambda num_programs: num_programs is not None)
 @needs_hopper
 @needs_compiler
 @pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("least_kept", [prefill_hopper.LEAST_KEPT, 0])
 @pytest.mark.parametrize(
     ("N", "K", "S", "H", "dtype", "chunks", "num_programs"),
     [
@@ -151,11 +192,12 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
 )
 def test_attention_equals_the_dense_one(
     N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]], num_programs: int | None,
-    overlap: Overlap, monkeypatch: pytest.MonkeyPatch,
+    overlap: Overlap, least_kept: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Pools are NaN where no token was written, empty tiles are skipped, rows without one stay as they are."""
     if num_programs is not None:
         monkeypatch.setattr(prefill_hopper, "_num_programs", lambda device: num_programs)
+    monkeypatch.setattr(prefill_hopper, "LEAST_KEPT", least_kept)
     torch.manual_seed(H + S)
     M = max(start + count for start, count in chunks) // S + 3
     P = M * len(chunks) + 2
