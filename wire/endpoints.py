@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from octavo.wire.regular_file import read_regular
 from octavo.wire.run_dir import MAX_SOCKET_PATH_BYTES
 
 
@@ -67,24 +68,28 @@ class EndpointsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp: tuple[int, ...] | None = None
+        self._stamp: tuple[int, ...] = ()  # of the last one that could be read
+        self._told: tuple[tuple[int, ...], str] | None = None
 
     def changed(self) -> tuple[str, ...] | None:
         """All of its addresses, once after each change of the file, the first time too; else None. Raises
-        EndpointError, once after each change, where it cannot be used."""
+        EndpointError, once after each change, where it cannot be used. One that cannot be read is tried at each look:
+        rights to read it change nothing in it."""
+        stamp: tuple[int, ...] = ()
         try:
             info = os.stat(self.path)
             stamp = (info.st_mtime_ns, info.st_size, info.st_ino)
             if stamp == self._stamp:
                 return None
-            self._stamp = stamp
-            lines = self.path.read_text().splitlines()
+            lines = read_regular(self.path)[0].decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            if self._stamp == ():
-                return None
+            why = str((isinstance(error, OSError) and error.strerror) or error)
             self._stamp = ()
-            why = (isinstance(error, OSError) and error.strerror) or error
+            if self._told == (stamp, why):
+                return None
+            self._told = (stamp, why)
             raise EndpointError(f"{self.path} with endpoints cannot be read: {why}") from None
+        self._stamp, self._told = stamp, None
         found = dict.fromkeys(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
         if not found:
             raise EndpointError(f"{self.path} has no endpoint: write one on each line")

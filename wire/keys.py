@@ -13,6 +13,8 @@ from pathlib import Path
 import zmq
 from zmq.utils.z85 import Z85CHARS
 
+from octavo.wire.regular_file import read_regular
+
 Z85_KEY_LEN = 40
 _SECRET_HEADER = "# Octavo CURVE key pair. Secret: for its owner only.\n"
 _PUBLIC_HEADER = "# Octavo CURVE public key. For the peers of its owner.\n"
@@ -59,11 +61,10 @@ def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
 
 def load_keys(path: Path) -> KeyPair:
     """The pair of a ``.key`` file. Raises KeyFileError, also where others may read the file."""
-    fields = _read(path)
+    fields, info = _read(path)
     keys = KeyPair(public=_key(fields, "public", path), secret=_key(fields, "secret", path))
     if not _belong_together(keys):
         raise KeyFileError(f"the public and the secret key of {path} are not of one pair")
-    info = path.stat()
     if is_open_to_others(info):
         mode = stat.S_IMODE(info.st_mode)
         raise KeyFileError(f"{path} has mode {mode:04o}: others may read it; chmod 600 {path}")
@@ -83,7 +84,8 @@ def is_open_to_others(info: os.stat_result, *, closed_to: int = 0o077) -> bool:
 
 def load_public_key(path: Path) -> bytes:
     """The public key of a ``.pub`` (or ``.key``) file. Raises KeyFileError."""
-    return _key(_read(path), "public", path)
+    fields, _ = _read(path)
+    return _key(fields, "public", path)
 
 
 def _belong_together(keys: KeyPair) -> bool:
@@ -103,12 +105,13 @@ def _write_new(path: Path, text: str, *, mode: int) -> None:
         file.write(text)
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> tuple[dict[str, object], os.stat_result]:
     try:
-        return tomllib.loads(path.read_text("ascii"))
+        content, info = read_regular(path)
+        return tomllib.loads(content.decode("ascii")), info
     except OSError as error:
         raise KeyFileError(f"cannot read key file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError):
         raise KeyFileError(f"{path} is not a key file (octavo keys new makes one)") from None
 
 

@@ -24,7 +24,6 @@
 Unknown words are errors: a misspelt limit must not be ignored.
 """
 
-import os
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -46,6 +45,7 @@ from octavo.gateway.auth.authenticator import (
     digest_of,
 )
 from octavo.wire.keys import is_open_to_others
+from octavo.wire.regular_file import read_regular
 
 SETTING = "--api-keys-file"
 DEFAULT_SCOPES = (Scope.GENERATE, Scope.MODELS)
@@ -74,9 +74,7 @@ def read_private(path: Path, setting: str, *, closed_to: int = 0o077) -> bytes:
     """The bytes of a file that others must not read. closed_to: mode bits that must be 0, but for what root gave to
     our group. Raises AccessFileError."""
     try:
-        with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            data = file.read()
+        data, info = read_regular(path)
     except OSError as error:
         raise unreadable(path, setting, error) from None
     if is_open_to_others(info, closed_to=closed_to):

@@ -12,6 +12,7 @@ import grpc
 
 from octavo.gateway.auth.key_file import AccessFileError, read_private, unreadable
 from octavo.gateway.config import TlsConfig
+from octavo.wire.regular_file import read_regular
 
 CERT, KEY, CLIENT_CA = "--tls-cert-file", "--tls-key-file", "--tls-client-ca-file"
 
@@ -55,7 +56,7 @@ def _read(config: TlsConfig) -> TlsMaterial:
 
 def _read_public(path: Path, setting: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)[0]
     except OSError as error:
         raise unreadable(path, setting, error) from None
 

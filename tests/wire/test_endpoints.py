@@ -1,5 +1,6 @@
 """Addresses: what is allowed, and what reaches beyond this host."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from octavo.wire.endpoints import (
     Endpoint,
     EndpointError,
+    EndpointsFile,
     Transport,
     is_address,
     is_wildcard,
@@ -103,3 +105,24 @@ def test_names_addresses_and_those_that_nobody_can_dial_are_told_apart(
     host: str, of_address: bool, of_all: bool
 ) -> None:
     assert (is_address(host), is_wildcard(host)) == (of_address, of_all)
+
+
+def test_a_list_that_is_none_is_told_once_and_taken_once_it_is_one(tmp_path: Path) -> None:
+    """It is looked at twice a second: a line each time would fill the log, and a pipe would stop who looks."""
+    path = tmp_path / "gateways"
+    file = EndpointsFile(path)
+    for make, words in (
+        (lambda: os.mkfifo(path), "Not a regular file"),
+        (path.mkdir, "Is a directory"),
+        (lambda: path.write_bytes(b"\xff"), "can't decode byte 0xff"),
+    ):
+        make()
+        with pytest.raises(EndpointError, match=f"cannot be read: .*{words}"):
+            file.changed()
+        assert [file.changed(), file.changed()] == [None, None]
+        path.rmdir() if path.is_dir() else path.unlink()
+        with pytest.raises(EndpointError, match="No such file"):
+            file.changed()
+        assert file.changed() is None
+    path.write_text("tcp://10.0.0.1:5555\n")
+    assert [file.changed(), file.changed()] == [("tcp://10.0.0.1:5555",), None]

@@ -101,3 +101,15 @@ def test_keys_of_two_pairs_are_refused_and_so_is_what_is_no_z85(tmp_path: Path) 
     path.write_text(f'public = "{40 * "#"}"\nsecret = "{40 * "#"}"\n')
     with pytest.raises(KeyFileError, match=r"mixed\.key are not of one pair"):
         load_keys(path)
+
+
+def test_a_pipe_a_folder_and_what_is_nested_too_deeply_are_refused_at_once(tmp_path: Path) -> None:
+    """Who opens a pipe waits for its writer."""
+    pipe, folder, deep = tmp_path / "pipe.key", tmp_path / "folder.key", tmp_path / "deep.key"
+    os.mkfifo(pipe, 0o600)
+    folder.mkdir()
+    deep.write_text("secret = " + 5000 * "[")
+    for path, words in ((pipe, "Not a regular file"), (folder, "Is a directory"), (deep, "not a key file")):
+        for load in (load_keys, load_public_key):
+            with pytest.raises(KeyFileError, match=words):
+                load(path)

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +157,11 @@ def test_a_file_that_is_nested_too_deeply_is_one_that_cannot_be_used(tmp_path: P
     file.chmod(0o600)
     with pytest.raises(AccessFileError, match="--api-keys-file is not TOML"):
         load_access_list(file)
+
+
+def test_a_pipe_and_a_folder_are_no_files_of_keys_and_nobody_waits_for_them(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe, 0o600)
+    for path, words in ((pipe, "Not a regular file"), (tmp_path, "Is a directory")):
+        with pytest.raises(AccessFileError, match=f"--api-keys-file cannot be read: .*{words}"):
+            load_access_list(path)

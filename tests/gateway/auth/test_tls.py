@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -161,12 +162,19 @@ async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
             await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)  # who was in stays in
 
 
+def pipe_at(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (lambda pair: pair.cert.unlink(), ("--tls-cert-file cannot be read", "No such file")),
         (lambda pair: pair.key.unlink(), ("--tls-key-file cannot be read", "No such file")),
         (lambda pair: pair.key.chmod(0o604), ("--tls-key-file is open to others", "0604", "chmod 600")),
+        (lambda pair: pipe_at(pair.cert), ("--tls-cert-file cannot be read", "Not a regular file")),
+        (lambda pair: pipe_at(pair.key), ("--tls-key-file cannot be read", "Not a regular file")),
         (lambda pair: pair.cert.write_text("x"), ("is not PEM",)),
         (lambda pair: pair.key.write_text("x"), ("is not PEM",)),
         (lambda pair: pair.cert.write_text(""), ("is not PEM",)),
