@@ -1,13 +1,15 @@
 """Loads the files of keys and certificates at the start, and loads them again when they change.
 
-A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and the next
-change is tried again. Open streams continue.
+A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and it is tried
+at each look until it can be taken. Open streams continue. A change counts once it has stood still from one look to the
+next: half of a list of keys may well be a list of keys, of fewer.
 """
 
 import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +22,19 @@ from octavo.gateway.config import AccessConfig
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
-Stamp = tuple[tuple[int, int, int], ...]
+Stamp = tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class _Files:
+    """Files that are taken together. taken: as they were then; seen: at the last look. told: the failure that the log
+    has. is_asked: somebody wants them taken at the next look, whether they look changed or not."""
+
+    paths: tuple[Path, ...]
+    taken: Stamp
+    seen: Stamp
+    told: tuple[Stamp, str] | None = None
+    is_asked: bool = False
 
 
 class AccessReloader:
@@ -36,7 +50,7 @@ class AccessReloader:
         self._config = config
         self._material: TlsMaterial | None = None
         self._listeners: list[TlsListener] = []
-        self._stamps: dict[str, Stamp] = {}
+        self._files: dict[str, _Files] = {}
         self._asked = asyncio.Event()
 
     def load(self) -> None:
@@ -50,7 +64,8 @@ class AccessReloader:
             self.authenticator.access = load_access_list(config.api_keys_file)
 
     def _watch(self, name: str, paths: tuple[Path, ...]) -> None:
-        self._stamps[name] = _stamp(paths)
+        stamp = _stamp(paths)
+        self._files[name] = _Files(paths=paths, taken=stamp, seen=stamp)
         for outcome in ("taken", "failed"):  # series exist before the first of their kind
             self.reloads[name, outcome] = 0
 
@@ -64,7 +79,8 @@ class AccessReloader:
 
     def reload(self) -> None:
         """Soon, whether the files look changed or not (SIGHUP)."""
-        self._stamps = dict.fromkeys(self._stamps, ())
+        for files in self._files.values():
+            files.told, files.is_asked = None, True
         self._asked.set()
 
     async def run(self) -> None:
@@ -82,23 +98,26 @@ class AccessReloader:
         """Take what has changed."""
         tls, keys_file = self._config.tls, self._config.api_keys_file
         if tls is not None:
-            await self._take("tls", self._tls_files(), lambda: load_tls(tls), self._take_material)
+            await self._take("tls", lambda: load_tls(tls), self._take_material)
         if keys_file is not None:
-            await self._take("keys", (keys_file,), lambda: load_access_list(keys_file), self._take_access)
+            await self._take("keys", lambda: load_access_list(keys_file), self._take_access)
 
-    async def _take(
-        self, name: str, paths: tuple[Path, ...], load: Callable[[], _T], use: Callable[[_T], None]
-    ) -> None:
-        stamp = await asyncio.to_thread(_stamp, paths)
-        if stamp == self._stamps[name]:
+    async def _take(self, name: str, load: Callable[[], _T], use: Callable[[_T], None]) -> None:
+        files = self._files[name]
+        is_asked, files.is_asked = files.is_asked, False
+        stamp = await asyncio.to_thread(_stamp, files.paths)
+        before, files.seen = files.seen, stamp
+        if not is_asked and (stamp == files.taken or stamp != before):
             return
-        self._stamps[name] = stamp
         try:
             use(await asyncio.to_thread(load))
         except AccessFileError as error:
-            self.reloads[name, "failed"] += 1
-            log.error("reload_refused", files=name, error=str(error))
+            if files.told != (stamp, str(error)):
+                files.told = (stamp, str(error))
+                self.reloads[name, "failed"] += 1
+                log.error("reload_refused", files=name, error=str(error))
         else:
+            files.taken, files.told = stamp, None
             self.reloads[name, "taken"] += 1
             log.info("reloaded", files=name)
 
@@ -118,13 +137,13 @@ class AccessReloader:
 
 
 def _stamp(paths: tuple[Path, ...]) -> Stamp:
-    """What changes when a file does: links are followed, as mounted secrets swap them."""
+    """What changes when a file does, or who may read it: links are followed, as mounted secrets swap them."""
     return tuple(_stamp_of(path) for path in paths)
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int]:
+def _stamp_of(path: Path) -> tuple[int, ...]:
     try:
         found = os.stat(path)
     except OSError:
-        return (0, 0, 0)
-    return (found.st_mtime_ns, found.st_size, found.st_ino)
+        return ()
+    return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -12,6 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from octavo.gateway.auth.authenticator import SCOPE_OF, Scope, digest_of
+from octavo.gateway.auth.reloader import AccessReloader
+from octavo.gateway.config import AccessConfig
 from octavo.v1 import admin_pb2, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.fake_pool import FakePool
@@ -153,6 +156,53 @@ async def test_a_broken_or_open_file_changes_nothing_until_it_is_mended(
         path.chmod(0o600)
         await served.until(lambda: reloader.reloads["keys", "taken"])
         await served.models.ListModels(ask, metadata=as_("bob"))
+
+
+async def test_an_open_file_is_taken_once_it_is_closed_and_told_once_until_then(guarded: Any, tmp_path: Path) -> None:
+    """Closing it changes neither its time nor its size."""
+    async with guarded() as served:
+        reloader, path = served.gateway.reloader, served.gateway.config.access.api_keys_file
+        fresh = tmp_path / "fresh"
+        fresh.write_text(FILE.replace("keys.bob", "keys.bobby"))
+        fresh.chmod(0o644)
+        fresh.replace(path)
+        await served.until(lambda: reloader.reloads["keys", "failed"])
+        for _ in range(3):
+            await reloader.refresh()
+        assert reloader.reloads["keys", "failed"] == 1
+        path.chmod(0o600)
+        await served.until(lambda: reloader.reloads["keys", "taken"])
+        assert reloader.reloads["keys", "failed"] == 1
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_taken_then(
+    guarded: Any, write_keys: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with guarded() as served:
+        reloader = served.gateway.reloader
+        with monkeypatch.context() as patch:
+            patch.setattr("octavo.gateway.auth.key_file.read_regular", Mock(side_effect=OSError(24, "Too many files")))
+            write_keys(FILE.replace("keys.ann", "keys.anna"))
+            await served.until(lambda: reloader.reloads["keys", "failed"])
+        await served.until(lambda: reloader.reloads["keys", "taken"])
+        assert reloader.reloads == {("keys", "taken"): 1, ("keys", "failed"): 1}
+
+
+async def test_half_of_a_file_that_is_being_written_shuts_nobody_out(write_keys: Callable[[str], Path]) -> None:
+    """Up to the end of any table it is a file of keys."""
+    path = write_keys(FILE)
+    reloader = AccessReloader(AccessConfig(api_keys_file=path))
+    reloader.load()
+    access = reloader.authenticator.access
+    await reloader.refresh()
+    path.write_text("")
+    await reloader.refresh()
+    path.write_text(FILE + "# the same keys\n")
+    await reloader.refresh()
+    assert reloader.authenticator.access is access
+    await reloader.refresh()
+    assert reloader.reloads == {("keys", "taken"): 1, ("keys", "failed"): 0}
+    assert reloader.authenticator.access.ring.find(KEYS["ann"]) is not None
 
 
 async def test_a_hangup_loads_files_that_look_the_same(guarded: Any) -> None:
