@@ -3,6 +3,7 @@
 Files are checked by the standard library before gRPC gets them, whose own messages do not name them.
 """
 
+import codecs
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ def load_tls(config: TlsConfig) -> TlsMaterial:
         raise _bad_pair(config, error) from None
     except OSError as error:
         raise unreadable(config.cert_file, CERT, error) from None
+    _check_as_grpc_reads(config.cert_file, CERT, material.cert)
+    _check_as_grpc_reads(config.key_file, KEY, material.key)
     if config.client_ca_file is not None:
         _check_ca(context, config.client_ca_file, material.client_ca or b"")
     if _read(config) != material:
@@ -75,6 +78,16 @@ def _bad_pair(config: TlsConfig, error: ssl.SSLError) -> AccessFileError:
         return AccessFileError(f"{KEY} is encrypted", str(config.key_file), "give a key without a password, mode 600")
     numbers = f"{files}: {error.reason or error}"
     return AccessFileError(f"{CERT} or {KEY} is not PEM", numbers, "give a certificate chain and its key, both in PEM")
+
+
+def _check_as_grpc_reads(path: Path, setting: str, data: bytes) -> None:
+    """OpenSSL takes these, and the library within gRPC does not: no listener could be bound, and one that is would go
+    on with what it had, without a word."""
+    if data.startswith(codecs.BOM_UTF8):
+        raise AccessFileError(f"{setting} begins with a byte order mark", str(path), "save it as text without one")
+    if b"-----BEGIN TRUSTED CERTIFICATE-----" in data:
+        numbers = f"{path}: a certificate with OpenSSL's trust settings"
+        raise AccessFileError(f"{setting} is not plain PEM", numbers, "write it with openssl x509 without -trustout")
 
 
 def _check_ca(context: ssl.SSLContext, path: Path, data: bytes) -> None:

@@ -167,6 +167,11 @@ def pipe_at(path: Path) -> None:
     os.mkfifo(path, 0o600)
 
 
+def replace_in(path: Path, old: bytes, new: bytes) -> None:
+    """All of old; of an empty one the first, which is the beginning."""
+    path.write_bytes(path.read_bytes().replace(old, new, -1 if old else 1))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -178,6 +183,12 @@ def pipe_at(path: Path) -> None:
         (lambda pair: pair.cert.write_text("x"), ("is not PEM",)),
         (lambda pair: pair.key.write_text("x"), ("is not PEM",)),
         (lambda pair: pair.cert.write_text(""), ("is not PEM",)),
+        (lambda pair: replace_in(pair.cert, b"", b"\xef\xbb\xbf"), ("--tls-cert-file begins with a byte order mark",)),
+        (lambda pair: replace_in(pair.key, b"", b"\xef\xbb\xbf"), ("--tls-key-file begins with a byte order mark",)),
+        (
+            lambda pair: replace_in(pair.cert, b"CERT", b"TRUSTED CERT"),
+            ("--tls-cert-file is not plain PEM", "trustout"),
+        ),
     ],
 )
 def test_files_that_cannot_be_used_are_named_with_what_to_do(
