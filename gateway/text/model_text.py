@@ -195,7 +195,7 @@ class ModelText:
         try:
             tokenizer = Tokenizer.from_buffer(self._source)
         except Exception as error:  # the library raises bare Exception
-            raise UnsupportedTokenizer("tokenizer.json is not readable") from error
+            raise UnsupportedTokenizer(f"tokenizer.json cannot be loaded: {str(error)[:200]}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer

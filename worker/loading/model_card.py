@@ -4,12 +4,15 @@ Only small JSON files are read. No torch: a worker with the oracle runner descri
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import msgspec
+from tokenizers import Tokenizer
 
 from octavo.wire.bundle import BUNDLE_FILES, bundle_digest, special_tokens
 from octavo.wire.checkpoint_files import FileRefused, find_file, read_small_file
@@ -24,6 +27,7 @@ SAMPLING_DEFAULTS = {
 }
 """What of generation_config.json a request inherits, and the lowest and highest value, as the contract has them for a
 request; a top_k of -1 keeps all tokens, as 0 does there."""
+_POSITION = re.compile(r" at line \d+ column \d+")
 # tokenizer.json holds what these hold; they would only make the bundle larger.
 _OLD_FORMAT = {"vocab.json", "merges.txt", "added_tokens.json"}
 
@@ -85,6 +89,7 @@ def describe(folder: Path) -> Described:
     generation = _parse_json(folder, "generation_config.json") or {}
     files = tokenizer_files(folder)
     vocab_size = tokenizer_vocab_size(files["tokenizer.json"])
+    check_tokenizer(files["tokenizer.json"], folder / "tokenizer.json")
     rows = config.get("vocab_size", vocab_size)
     if not isinstance(rows, int) or not vocab_size <= rows <= MOST_IDS:
         raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {str(rows)[:40]}")
@@ -133,6 +138,19 @@ def tokenizer_vocab_size(tokenizer_json: bytes) -> int:
     if not 0 < size <= MOST_IDS:
         raise CardError(f"tokenizer.json: its largest id is {size - 1}, and must be below {MOST_IDS}")
     return size
+
+
+def check_tokenizer(tokenizer_json: bytes, path: Path) -> None:
+    """That the library of gateways knows its parts; they could serve token ids alone. It is asked without the
+    vocabulary and its merges, which take more than a second to load. path: to be named. Raises CardError."""
+    content = msgspec.json.decode(tokenizer_json)
+    vocabulary: Json = {"vocab": {}} | ({"merges": []} if "merges" in content["model"] else {})
+    content["model"] |= vocabulary
+    try:
+        Tokenizer.from_str(msgspec.json.encode(content).decode())
+    except Exception as error:  # the library raises bare Exception
+        why = _POSITION.sub("", str(error))  # of what it was given here
+        raise CardError(f"{path} cannot be loaded by tokenizers {version('tokenizers')}: {why[:200]}") from None
 
 
 def context_len(config: Mapping[str, Any]) -> int:

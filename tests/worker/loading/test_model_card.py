@@ -90,6 +90,25 @@ def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content
         describe(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pre_tokenizer": {"type": "OfTheFuture"}}, "any variant of untagged enum PreTokenizer"),
+        ({"normalizer": []}, "any variant of untagged enum Normalizer"),
+        ({"version": "9.0"}, "Unknown tokenizer version '9.0'"),
+    ],
+)
+def test_a_tokenizer_that_gateways_could_not_load_is_refused_with_its_file_and_the_reason(
+    folder: Path, change: dict[str, object], words: str
+) -> None:
+    """They would serve token ids alone, with a line in the log. What they can load and not use is another thing."""
+    rewrite(folder / "tokenizer.json", **change)
+    with pytest.raises(CardError) as caught:
+        describe(folder)
+    assert str(caught.value).startswith(f"{folder}/tokenizer.json cannot be loaded by tokenizers ")
+    assert words in str(caught.value) and " column " not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
