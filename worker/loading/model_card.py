@@ -37,6 +37,8 @@ MORE_TEMPLATES = "additional_chat_templates"
 
 MOST_IDS = 1 << 24
 MOST_POSITIONS = 1 << 24
+DEFAULT_POSITIONS = 32_768
+"""Where config.json says none, as model.config and transformers have it."""
 MOST_FILE_BYTES = 256 << 20
 """Of a tokenizer's file; Qwen2.5's largest has 11 MB."""
 
@@ -188,6 +190,8 @@ def context_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _positions(config: Mapping[str, Any]) -> int:
     positions = config.get("max_position_embeddings")
+    if positions is None:
+        positions = DEFAULT_POSITIONS
     if not _is_count(positions):
         raise CardError(f"config.json: max_position_embeddings is {str(positions)[:40]!r}, not a number of tokens")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_the_real_qwen_has_fewer_ids_than_rows_and_two_ends(shared: Path, tmp_pa
     [
         ("config.json", "{"),
         ("config.json", "[]"),
-        ("config.json", "{}"),
+        ("config.json", '{"max_position_embeddings": 0}'),
         ("config.json", '{"max_position_embeddings": "many"}'),
         ("config.json", json.dumps(tiny_config(vocab_size=319))),
         ("tokenizer.json", "{}"),
@@ -106,7 +107,8 @@ def test_a_tokenizer_that_gateways_could_not_load_is_refused_with_its_file_and_t
     with pytest.raises(CardError) as caught:
         describe(folder)
     assert str(caught.value).startswith(f"{folder}/tokenizer.json cannot be loaded by tokenizers ")
-    assert words in str(caught.value) and " column " not in str(caught.value)
+    assert words in str(caught.value)
+    assert " column " not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
@@ -187,6 +189,12 @@ def test_the_operator_is_told_of_tokens_that_end_nothing_and_of_tokens_that_are_
     assert no_end.startswith("no file names an end token")
     (folder / "additional_chat_templates").mkdir()
     assert describe(folder).notes[2].startswith("additional_chat_templates is not read")
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_position_embeddings": None}])
+def test_a_config_without_positions_has_as_many_as_the_model_reads(changes: dict[str, Any]) -> None:
+    config = {name: value for name, value in tiny_config().items() if name != "max_position_embeddings"} | changes
+    assert context_len(config) == ModelConfig.from_dict(config).max_position_embeddings == 32_768
 
 
 def test_yarn_extends_the_context() -> None:
