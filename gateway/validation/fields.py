@@ -233,7 +233,7 @@ TABLE: dict[str, MessageRules] = {
             "top_k": InRange(0, UINT32),
             "min_p": InRange(0, 1),
             "seed": anything,
-            "repetition_penalty": Above(0, 100),
+            "repetition_penalty": Above(limits.LOW_REPETITION_PENALTY, 100),
             "presence_penalty": InRange(-10, 10),
             "frequency_penalty": InRange(-10, 10),
             "typical_p": Above(0, 1),

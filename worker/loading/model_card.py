@@ -23,7 +23,7 @@ SAMPLING_DEFAULTS = {
     "top_k": (-1, 2**32 - 1),
     "top_p": (math.ulp(0.0), 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (math.ulp(0.0), 100.0),
+    "repetition_penalty": (math.nextafter(1e-6, 1.0), 100.0),
 }
 """What of generation_config.json a request inherits, and the lowest and highest value, as the contract has them for a
 request; a top_k of -1 keeps all tokens, as 0 does there."""

@@ -563,7 +563,7 @@ class SamplingParams(_message.Message):
     rounding at near ties. Unset: a random one, told in the receipt.
     """
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output; in (0, 100], 1 is off."""
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; in (1e-6, 100], 1 is off."""
     presence_penalty: _builtins.float
     """Subtracted from logits of tokens seen in the output; in [-10, 10], 0 is off."""
     frequency_penalty: _builtins.float

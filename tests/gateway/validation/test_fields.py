@@ -105,7 +105,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "sampling.top_k": ([], [0, 2**32 - 1]),
     "sampling.min_p": ([-0.001, 1.001, NAN], [0, 1]),
     "sampling.seed": ([], [0, 2**64 - 1]),
-    "sampling.repetition_penalty": ([0, -1, 100.1, NAN], [0.01, 100]),
+    "sampling.repetition_penalty": ([0, -1, 1e-38, 1e-6, 100.1, NAN], [2e-6, 0.01, 100]),
     "sampling.presence_penalty": ([-10.1, 10.1, NAN], [-10, 10]),
     "sampling.frequency_penalty": ([-10.1, 10.1, NAN], [-10, 10]),
     "sampling.top_n_sigma": ([-0.001, 100.1, NAN, INF], [0, 1.5, 100]),

@@ -220,6 +220,7 @@ def test_without_sampling_the_default_is_greedy() -> None:
         ({"top_k": -1, "temperature": 0}, {"top_k": 0.0, "temperature": 0.0}),
         ({"top_k": 20.0, "min_p": 0.05}, {"top_k": 20.0, "min_p": 0.05}),
         ({"top_p": 1, "repetition_penalty": 100}, {"top_p": 1.0, "repetition_penalty": 100.0}),
+        ({"repetition_penalty": 2e-6}, {"repetition_penalty": 2e-6}),
     ],
 )
 def test_what_a_checkpoint_recommends_is_what_a_request_could_ask_for(
@@ -235,7 +236,7 @@ def test_what_a_checkpoint_recommends_is_what_a_request_could_ask_for(
     ("name", "value"),
     [
         *(("temperature", -0.1), ("temperature", 100.5), ("top_k", -2), ("top_k", 2.5), ("top_p", 0), ("top_p", 1.01)),
-        *(("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", True), ("min_p", "small")),
+        *(("min_p", -0.1), ("repetition_penalty", 1e-6), ("repetition_penalty", True), ("min_p", "small")),
     ],
 )
 def test_a_recommendation_that_no_request_could_ask_for_is_refused_by_name(name: str, value: object) -> None:
