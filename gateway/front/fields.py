@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from octavo.client.requests import GenerateFields
 from octavo.gateway.front.errors import ApiError
@@ -19,6 +19,17 @@ DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 MAX_PROMPTS = 2048  # of one request, each of which is a request of its own to the service
 _RENAMED = {"n": "num_outputs", "grammar": "ebnf", "guided_choice": "choice", "guided_regex": "regex"}
 _RENAMED |= {"guided_grammar": "ebnf", "guided_json": "json_schema", "include_stop_str_in_output": "include_stop"}
+
+
+def _number(given: object) -> object:
+    if isinstance(given, bool):
+        raise ValueError("input should be a valid integer")
+    return given
+
+
+# true is an int to Python. Lists are long, and what checks them must not be Python.
+Whole = Annotated[int, BeforeValidator(_number)]
+TokenId = Annotated[int, Field(strict=True)]
 
 
 class Body(BaseModel):
@@ -51,23 +62,23 @@ class GenerateBody(Body):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    seed: int | None = None
-    n: int | None = None
+    seed: Whole | None = None
+    n: Whole | None = None
     stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
+    max_tokens: Whole | None = None
+    logit_bias: dict[int, Annotated[float, Field(strict=True)]] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Beyond OpenAI's, by the names that vLLM has for them, or octavo.v1.
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    truncate_prompt_tokens: Whole | None = None
+    priority: Whole | None = None
     cache_salt: str | None = None
     regex: str | None = None
     guided_regex: str | None = None
@@ -115,9 +126,9 @@ class ChatBody(GenerateBody):
     """/v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -146,7 +157,7 @@ class ChatBody(GenerateBody):
         return cast("GenerateFields", fields)
 
 
-Ids = list[Annotated[int, Field(ge=0)]]
+Ids = list[Annotated[TokenId, Field(ge=0)]]
 Prompt = str | Ids | list[str] | list[Ids]
 
 
@@ -154,9 +165,9 @@ class CompletionBody(GenerateBody):
     """/v1/completions."""
 
     prompt: Prompt = "<|endoftext|>"
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     suffix: Literal[""] | None = None
 
     def fields(self) -> list[GenerateFields]:
@@ -181,9 +192,9 @@ class EmbeddingBody(Body):
 
     input: Prompt
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
+    dimensions: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
+    priority: Whole | None = None
     cache_salt: str | None = None
 
 
@@ -207,7 +218,7 @@ def parse(kind: type[B], body: bytes) -> B:
         name = ".".join(place) or ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise _unknown(".".join(map(str, first["loc"]))) from None
-        raise _refused(name, first["msg"].lower()) from None
+        raise _refused(name, first["msg"].removeprefix("Value error, ").lower()) from None
     for name, value in (parsed.model_extra or {}).items():
         if name not in _SAMPLING:
             raise _unknown(name)

@@ -14,7 +14,7 @@ from octavo.client.requests import generate_request
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.front.calls import refusing
 from octavo.gateway.front.errors import ApiError, api_error, param_of
-from octavo.gateway.front.fields import MAX_PROMPTS, ChatBody, CompletionBody, parse
+from octavo.gateway.front.fields import MAX_PROMPTS, ChatBody, CompletionBody, EmbeddingBody, parse
 from octavo.gateway.validation.generate import check_generate
 from octavo.v1 import inference_pb2 as pb
 
@@ -109,6 +109,38 @@ def test_what_is_no_json_object_is_told(body: bytes, said: str) -> None:
 
 def test_a_whole_surrogate_pair_is_text() -> None:
     assert parse(CompletionBody, b'{"prompt": "\\ud83d\\ude00"}').prompt == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        *(
+            ({name: True}, name)
+            for name in ("max_tokens", "min_tokens", "n", "seed", "best_of", "logprobs", "priority")
+        ),
+        *(({name: False}, name) for name in ("truncate_prompt_tokens", "temperature", "top_k")),
+        *(({name: [5, True]}, f"{name}.1") for name in ("stop_token_ids", "allowed_token_ids")),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
+        ({"prompt": [5, True]}, "prompt"),
+        ({"prompt": [[5], [False]]}, "prompt"),
+    ],
+)
+def test_true_is_no_number(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError, match="input should be a valid") as caught:
+        parse(CompletionBody, json.dumps({"prompt": "x"} | body).encode())
+    assert caught.value.param == param
+
+
+def test_true_is_no_number_of_chats_and_embeddings_either() -> None:
+    chat, embedding = {"messages": [USER]}, {"input": "x"}
+    for kind, body, name in (
+        (ChatBody, chat, "max_completion_tokens"),
+        (ChatBody, chat, "top_logprobs"),
+        (EmbeddingBody, embedding, "dimensions"),
+    ):
+        with pytest.raises(ApiError, match=f"{name}: input should be a valid integer"):
+            parse(kind, json.dumps(body | {name: True}).encode())
+    assert parse(ChatBody, json.dumps(chat | {"max_tokens": 3.0}).encode()).max_tokens == 3
 
 
 @pytest.mark.parametrize(
