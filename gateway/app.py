@@ -29,7 +29,7 @@ from octavo.gateway.requests.embedding import Embedder
 from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import RequestTracker
-from octavo.gateway.rpc.addresses import check_admin, check_exposure, join_host_port, num_addresses_of, split_host_port
+from octavo.gateway.rpc.addresses import check_admin, check_plain, join_host_port, num_addresses_of, split_host_port
 from octavo.gateway.rpc.connections import (
     ConnectionLimiter,
     OpenCalls,
@@ -196,7 +196,7 @@ class Gateway:
     async def _listen(self) -> None:
         config = self.config
         if config.metrics_address is not None:
-            check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
+            check_plain(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
         self.listen_address = self._listen_at(config.listen_address, setting="--port")
@@ -218,7 +218,7 @@ class Gateway:
         from octavo.gateway.page.calls import Method
         from octavo.gateway.page.server import Page
 
-        check_exposure(join_host_port(config.host, config.port or 0), self.config.exposure, setting="--page-host")
+        check_plain(join_host_port(config.host, config.port or 0), self.config.exposure, setting="--page-host")
         watch, generate = self._load_servicer().WatchLoad, self._inference_servicer().Generate
         methods = (
             Method(f"/{_LOAD}/WatchLoad", load_pb2.WatchLoadRequest, watch, self._interceptor),

@@ -26,7 +26,7 @@ from octavo.gateway.config import (
     RequestLimits,
     TlsConfig,
 )
-from octavo.gateway.rpc.addresses import check_exposure
+from octavo.gateway.rpc.addresses import check_exposure, check_plain
 from octavo.gateway.workers.config import WorkerPoolConfig
 
 NO_SCOPE = "none"
@@ -51,13 +51,12 @@ def check_access(settings: AccessSettings) -> None:
 def check_exposed(settings: ServeSettings) -> None:
     """That other hosts reach nothing in plain text without permission: a gateway would say so later, and of its port.
     Raises AddressError."""
-    asked = {"--metrics-host": (settings.metrics_host, settings.metrics_port)}
+    exposure = Exposure(settings.exposure)
+    check_plain(join_address(settings.metrics_host, settings.metrics_port), exposure, setting="--metrics-host")
     if settings.tls_cert_file is None:
-        asked["--host"] = (settings.host, settings.port)
+        check_exposure(join_address(settings.host, settings.port), exposure, setting="--host")
         if settings.openai is not None:
-            asked["--openai-host"] = (settings.openai_host, settings.openai)
-    for setting, (host, port) in asked.items():
-        check_exposure(join_address(host, port), Exposure(settings.exposure), setting=setting)
+            check_exposure(join_address(settings.openai_host, settings.openai), exposure, setting="--openai-host")
 
 
 def _tls_config(settings: AccessSettings) -> TlsConfig | None:

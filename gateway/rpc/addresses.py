@@ -77,6 +77,15 @@ def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
         )
 
 
+def check_plain(address: str, exposure: Exposure, *, setting: str) -> None:
+    """The same for what is plain HTTP whatever certificates there are. Raises AddressError."""
+    if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
+        raise AddressError(
+            f"{setting} {address} can be reached from other hosts, and is plain HTTP, with TLS for callers too: use a "
+            "loopback address, or allow plain text with --exposure insecure"
+        )
+
+
 def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setting: str) -> None:
     """Raises AddressError where other hosts could administer this one without an API key."""
     if exposure is Exposure.LOOPBACK_ONLY and not access.knows_callers and not is_local(address):

@@ -14,8 +14,10 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo import Client
+from octavo.cli.tools.api_key import add_api_key
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.keys import generate_keys, save_keys
+from tests.support.gateway.certificates import Authority
 from tests.support.services.kubernetes import FOLDER, manifests, pod_of, shared_values
 from tests.support.services.service import environment, free_port, stop_by_force
 
@@ -46,6 +48,16 @@ def variables_of(role: str, places: Mapping[str, str], overlay: str = "cpu") -> 
     more = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"][0]["env"]
     listed = container["env"] + (more if role == "worker" else [])
     values = shared_values() | {each["name"]: each["value"] for each in listed if "value" in each}
+    for known, here in places.items():
+        values = {name: value.replace(known, here) for name, value in values.items()}
+    return values
+
+
+def access_of(places: Mapping[str, str]) -> dict[str, str]:
+    """What components/access adds to the environment of gateways. places: as above."""
+    patch = yaml.safe_load((FOLDER / "components/access/kustomization.yaml").read_text())["patches"][0]["patch"]
+    (container,) = yaml.safe_load(patch)["spec"]["template"]["spec"]["containers"]
+    values = {each["name"]: each.get("value", "of the secret octavo-access") for each in container["env"]}
     for known, here in places.items():
         values = {name: value.replace(known, here) for name, value in values.items()}
     return values
@@ -108,3 +120,30 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
                 assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
         ranks = [each for each in psutil.Process(worker.pid).children() if RANK in each.cmdline()]
         assert len(ranks) == num_ranks - 1
+
+
+@pytest.mark.slow
+def test_a_gateway_with_the_environment_of_access_starts_and_answers_its_probe(tmp_path: Path) -> None:
+    """At the addresses of the pod: which of them may be reached in plain text is part of it."""
+    keys, tls, access = (tmp_path / name for name in ("keys", "tls", "access"))
+    for name in ("gateway", "worker"):
+        save_keys(generate_keys(), keys, name)
+    for folder in (tls, access):
+        folder.mkdir()
+    authority = Authority(tmp_path)
+    pair = authority.sign("octavo", san="DNS:octavo")
+    for source, name in ((pair.cert, "tls.crt"), (pair.key, "tls.key"), (authority.cert, "ca.crt")):
+        source.rename(tls / name)
+    add_api_key("ann", access / "api-keys.toml", tenant=None, scopes=(), expires=None)
+    places = {f"/etc/octavo/{each.name}": str(each) for each in (keys, tls, access)}
+    for number in (5555, 5556):
+        places |= {f"0.0.0.0:{number}": f"127.0.0.1:{free_port()}"}
+    values = variables_of("gateway", places) | access_of(places)
+    values |= {"OCTAVO_PORT": str(free_port()), "OCTAVO_METRICS_PORT": "0", "OCTAVO_RUN_DIR": str(tmp_path / "run")}
+    values["OCTAVO_PEER_ENDPOINT"] = values["OCTAVO_CONTROL_ENDPOINT"]
+    probe = [sys.executable, "-m", "octavo.cli.main", "health", "--live"]
+    with process("gateway", values, tmp_path / "gateway") as gateway:
+        deadline_s = time.monotonic() + 60
+        while subprocess.run(probe, env=environment() | values, capture_output=True, check=False).returncode:
+            assert gateway.poll() is None, (tmp_path / "gateway/log").read_text()
+            assert time.monotonic() < deadline_s
