@@ -112,3 +112,50 @@ def test_promtool_accepts_the_files(repository: Path, command: str) -> None:
         [promtool, "check", command, *map(str, files)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_gateway_that_never_had_a_worker_is_told_beside_one_that_has(repository: Path, tmp_path: Path) -> None:
+    """It has no series of workers: they begin with the first."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    worker = 'octavo_worker_up{job="octavo-gateway", instance="INSTANCE", worker_id="w"}'
+    cases = [
+        (["a", "b"], {"a": 1}, ["b"]),
+        (["a", "b"], {"a": 1, "b": 0}, ["b"]),
+        (["a"], {"a": 1}, []),
+        (["a"], {}, ["a"]),
+        ([], {}, [""]),
+    ]
+    tests = [
+        {
+            "interval": "5s",
+            "input_series": [
+                *({"series": f'up{{job="octavo-gateway", instance="{each}"}}', "values": "1x30"} for each in gateways),
+                *({"series": worker.replace("INSTANCE", each), "values": f"{up}x30"} for each, up in workers.items()),
+            ],
+            "promql_expr_test": [],
+            "alert_rule_test": [
+                {
+                    "eval_time": "1m",
+                    "alertname": "OctavoNoWorker",
+                    "exp_alerts": [
+                        {
+                            "exp_labels": {"severity": "critical"} | ({"instance": each} if each else {}),
+                            "exp_annotations": {
+                                "summary": f"Gateway {each} has no worker: every request is refused with NO_WORKER"
+                            },
+                        }
+                        for each in told
+                    ],
+                }
+            ],
+        }
+        for gateways, workers, told in cases
+    ]
+    rules_file = repository / "deploy/prometheus/rules/alerts.yml"
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [str(rules_file)], "tests": tests}))
+    done = subprocess.run(
+        [promtool, "test", "rules", str(tmp_path / "test.yml")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
