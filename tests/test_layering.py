@@ -78,7 +78,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         "dialects/vllm_native": {"dialects", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
         "dialects/vllm": {"dialects", "peers", "requests", "rpc", "streams", "validation", "workers"},
         "observability": {"rpc", "workers"},
-        "front": set(),  # a process of its own: a client of the service
+        "front": {"auth"},  # a process of its own, a client of the service: of auth its certificate alone
     },
     "model": {
         "": {"attention", "checkpoint", "cpu", "families", "layers", "quantization"},

@@ -55,16 +55,17 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
 def openai(resolved: Resolved[FrontSettings]) -> int:
     """OpenAI's HTTP interface in front of gateways of this host."""
     die_with_supervisor()
+    from octavo.gateway.config import TlsConfig
     from octavo.gateway.front.main import FrontConfig, main
 
     settings = resolved.settings
+    cert, key = settings.tls_cert_file, settings.tls_key_file
     return main(
         FrontConfig(
             targets=settings.front_target,
             host=settings.openai_host,
             port=settings.openai or 0,
-            cert_file=settings.tls_cert_file,
-            key_file=settings.tls_key_file,
+            tls=TlsConfig(cert_file=cert, key_file=key) if cert and key else None,
             max_body_bytes=settings.max_message_bytes,
             drain_grace_s=settings.drain_grace_s,
             log_format=settings.log_format,

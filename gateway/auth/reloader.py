@@ -7,11 +7,12 @@ next: half of a list of keys may well be a list of keys, of fewer.
 
 import asyncio
 import os
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -68,6 +69,15 @@ class AccessReloader:
         self._files[name] = _Files(paths=paths, taken=stamp, seen=stamp)
         for outcome in ("taken", "failed"):  # series exist before the first of their kind
             self.reloads[name, outcome] = 0
+
+    def follow(self, context: ssl.SSLContext) -> None:
+        """From now on its handshakes show the certificate of then. It must be that of a server with these files."""
+
+        def take_newest(connection: Any, _name: object, _context: object) -> None:
+            assert self._material is not None
+            connection.context = self._material.context
+
+        context.sni_callback = take_newest  # of each handshake, whether it has a name or not
 
     def listener(self) -> TlsListener | None:
         """For one more address; None where there is no TLS."""

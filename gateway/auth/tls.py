@@ -5,7 +5,7 @@ Files are checked by the standard library before gRPC gets them, whose own messa
 
 import codecs
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ CERT, KEY, CLIENT_CA = "--tls-cert-file", "--tls-key-file", "--tls-client-ca-fil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """PEM bytes that belong together. client_ca None: clients need no certificate."""
+    """PEM bytes that belong together. client_ca None: clients need no certificate. context: the same for servers that
+    do not speak gRPC."""
 
     cert: bytes
     key: bytes
     client_ca: bytes | None
+    context: ssl.SSLContext = field(compare=False)
 
     def __repr__(self) -> str:
         return "TlsMaterial(…)"  # a private key must not reach a log
@@ -32,8 +34,8 @@ class TlsMaterial:
 
 def load_tls(config: TlsConfig) -> TlsMaterial:
     """Read and check the files. Raises AccessFileError naming the setting, the file, and what to do."""
-    material = _read(config)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    material = _read(config, context)
     try:
         context.load_cert_chain(config.cert_file, config.key_file, password=_no_password)
     except ssl.SSLError as error:
@@ -44,16 +46,17 @@ def load_tls(config: TlsConfig) -> TlsMaterial:
     _check_as_grpc_reads(config.key_file, KEY, material.key)
     if config.client_ca_file is not None:
         _check_ca(context, config.client_ca_file, material.client_ca or b"")
-    if _read(config) != material:
+    if _read(config, context) != material:
         raise AccessFileError("the TLS files changed while they were read", str(config.cert_file), "try again")
     return material
 
 
-def _read(config: TlsConfig) -> TlsMaterial:
+def _read(config: TlsConfig, context: ssl.SSLContext) -> TlsMaterial:
     return TlsMaterial(
         cert=_read_public(config.cert_file, CERT),
         key=read_private(config.key_file, KEY, closed_to=0o007),  # a group may read it, as in mounted secrets
         client_ca=None if config.client_ca_file is None else _read_public(config.client_ca_file, CLIENT_CA),
+        context=context,
     )
 
 

@@ -7,12 +7,14 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import uvicorn
 
+from octavo.gateway.auth.reloader import AccessReloader
+from octavo.gateway.config import AccessConfig, TlsConfig
 from octavo.gateway.front.app import make_app
+from octavo.gateway.lasting import lasting
 from octavo.wire.host import ending_signals
 from octavo.wire.logs import configure_logs
 
@@ -21,13 +23,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontConfig:
-    """targets: gRPC addresses of the gateways. cert_file, key_file: with them it speaks HTTPS."""
+    """targets: gRPC addresses of the gateways. tls: with it it speaks HTTPS, and asks nobody for a certificate."""
 
     targets: tuple[str, ...]
     host: str
     port: int
-    cert_file: Path | None = None
-    key_file: Path | None = None
+    tls: TlsConfig | None = None
     max_body_bytes: int = 4 * 2**20
     drain_grace_s: float = 30.0
     log_format: str = "auto"
@@ -55,23 +56,22 @@ def main(config: FrontConfig) -> int:
     """Serve until a signal. Raises OSError where it cannot listen."""
     configure_logs(config.log_format, config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what it says is said here
-    server = _Server(
-        uvicorn.Config(
-            make_app(config.targets, max_body_bytes=config.max_body_bytes),
-            host=config.host,
-            port=config.port,
-            ssl_certfile=config.cert_file,
-            ssl_keyfile=config.key_file,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.drain_grace_s)),
-        )
+    settings = uvicorn.Config(
+        make_app(config.targets, max_body_bytes=config.max_body_bytes),
+        host=config.host,
+        port=config.port,
+        ssl_certfile=None if config.tls is None else config.tls.cert_file,
+        ssl_keyfile=None if config.tls is None else config.tls.key_file,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.drain_grace_s)),
     )
-    return asyncio.run(_serve(server, config))
+    return asyncio.run(_serve(_Server(settings), config))
 
 
 async def _serve(server: _Server, config: FrontConfig) -> int:
+    tasks = [lasting(_follow_files(server.config, config).run, name="reloader")] if config.tls is not None else []
     try:
         serving = asyncio.ensure_future(server.serve())
         while not server.started and not serving.done():  # noqa: ASYNC110  (there is no event for it)
@@ -82,5 +82,18 @@ async def _serve(server: _Server, config: FrontConfig) -> int:
     except SystemExit:  # uvicorn's way to say that the address is taken
         place = f"--openai {config.host}:{config.port}"
         raise OSError(errno.EADDRINUSE, f"{place} cannot be bound: is another process listening there?") from None
+    finally:
+        for task in tasks:
+            task.cancel()
     log.info("stopped")
     return 0
+
+
+def _follow_files(settings: uvicorn.Config, config: FrontConfig) -> AccessReloader:
+    """New files are for new connections. Raises AccessFileError."""
+    reloader = AccessReloader(AccessConfig(tls=config.tls))
+    reloader.load()
+    settings.load()
+    assert settings.ssl is not None
+    reloader.follow(settings.ssl)
+    return reloader

@@ -298,6 +298,51 @@ def test_keys_are_passed_on_and_tls_is_spoken(tmp_path: Path) -> None:
             ask(port, "/v1/models", key=key)  # in the clear
 
 
+def test_new_certificates_are_shown_to_new_connections_and_broken_ones_are_not(tmp_path: Path) -> None:
+    old, new = (Authority(folder_of(tmp_path, name), name) for name in ("old", "new"))
+    pair, later = old.sign("server"), new.sign("server")
+    contexts = [ssl.create_default_context(cafile=str(each.cert)) for each in (old, new)]
+    port = free_port()
+
+    def trusting() -> list[bool]:
+        """Whose clients get an answer: the old authority's, the new one's."""
+        return [is_answered(port, context) for context in contexts]
+
+    with guarded_service(
+        tmp_path,
+        *ORACLE,
+        "--gateways=1",
+        f"--openai={port}",
+        f"--tls-cert-file={pair.cert}",
+        f"--tls-key-file={pair.key}",
+    ):
+        kept = http.client.HTTPSConnection("localhost", port, context=contexts[0], timeout=30)
+        kept.request("GET", "/v1/models")
+        assert kept.getresponse().read()
+        assert trusting() == [True, False]
+        later.cert.replace(pair.cert)  # half a rotation
+        wait_for(lambda: (tmp_path / "service.log").read_text().count("reload_refused") == 2)  # the gateway, too
+        assert trusting() == [True, False]
+        later.key.replace(pair.key)
+        wait_for(lambda: trusting() == [False, True])
+        kept.request("GET", "/v1/models")  # who was in stays in
+        assert kept.getresponse().status == 200
+        kept.close()
+
+
+def folder_of(parent: Path, name: str) -> Path:
+    folder = parent / name
+    folder.mkdir()
+    return folder
+
+
+def is_answered(port: int, context: ssl.SSLContext) -> bool:
+    try:
+        return ask(port, "/v1/models", context=context)[0] == 200
+    except ssl.SSLError:
+        return False
+
+
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
