@@ -71,7 +71,7 @@ def resolve(
                 origins[name] = Origin(source=source, where=_name_in(source, name, path))
     for name in group.model_fields:
         origins.setdefault(name, Origin(source=Source.DEFAULT, where=""))
-    return Resolved(settings=_validated(group, values, origins), origins=origins, file=path)
+    return Resolved(settings=validated(group, values, origins), origins=origins, file=path)
 
 
 def find_file(given: Path | None) -> Path | None:
@@ -111,7 +111,8 @@ def _name_in(source: Source, name: str, path: Path | None) -> str:
     return variable_of(name) if source is Source.ENVIRONMENT else str(path)
 
 
-def _validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Origin]) -> S:
+def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Origin]) -> S:
+    """Settings of these values. origins: of those that were given elsewhere than as a flag. Raises CliError."""
     try:
         return group(**values)
     except ValidationError as error:

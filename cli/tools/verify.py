@@ -12,8 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.errors import usage
-from octavo.cli.serve.preflight import check_device_here
+from octavo.cli.serve.combinations import check_combinations
+from octavo.cli.serve.preflight import check_device_here, check_model, check_numbers
+from octavo.cli.settings.groups import WorkerSettings
+from octavo.cli.settings.resolve import validated
 from octavo.cli.settings.worker_config import default_batch_tokens, pick_device
+from octavo.model.attention.interface import get_backend
 from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import ModelConfig, load_config
@@ -68,6 +72,7 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
     """Compare and print; the exit code is 0 where every row is within its limit, else 1."""
     configure_logs("auto", "warning")
     check_device_here(served.device)
+    check_settings(served, backends)
     console, start_s = Console(), time.monotonic()
     folder = resolve_checkpoint(served.model, revision=served.revision)
     check_cut(folder, served.tensor_parallel_size, served.model)
@@ -92,6 +97,28 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
     print_rows(console, rows)
     verdicts += [row.is_ok for row in rows]
     return print_verdict(console, verdicts.count(False), len(verdicts), time.monotonic() - start_s)
+
+
+def check_settings(served: Served, backends: Sequence[str] = ()) -> None:
+    """That a worker could be started so, as far as settings and a checkpoint that is here tell it: minutes pass before
+    one is. backends: of the layers' comparison. Raises CliError, CheckpointError, CardError, BackendName."""
+    for name in backends:
+        get_backend(name)
+    values = {
+        "model": (served.model,),
+        "revision": served.revision,
+        "device": pick_device(served.device),
+        "dtype": served.dtype,
+        "quantization": served.quantization,
+        "kv_cache_dtype": served.kv_cache_dtype,
+        "deterministic": served.deterministic is Deterministic.ON,
+        "attention_backend": served.attention_backend,
+        "max_model_len": served.max_model_len,
+    }
+    settings = validated(WorkerSettings, {name: each for name, each in values.items() if each is not None}, {})
+    check_numbers(settings)
+    check_combinations(settings)
+    check_model(served.model, settings)
 
 
 def compare_served(served: Served, folder: Path, *, num_prompts: int, max_new_tokens: int) -> list[ServedRow]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.cli.errors import CliError
-from octavo.cli.tools.verify import Served, compare_served
+from octavo.cli.tools.verify import Served, check_settings, compare_served, verify
+from octavo.model.attention.interface import BackendName
 from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.source import resolve_checkpoint
@@ -300,3 +302,30 @@ def test_inputs_are_taken_to_be_rounded_where_this_cpu_rounds_them(can: bool, mo
     assert served.rounded.weights == ("int8" if can else "int8-weights")
     assert replace(served, quantization="int8-weights").rounded.weights == "int8-weights"
     assert replace(served, quantization=None).rounded.weights is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 999}, "--max-model-len is 999, and .* has 512 positions"),
+        ({"dtype": "int4"}, "--dtype is 'int4'"),
+        ({"quantization": "int4"}, "--quantization is 'int4'"),
+        ({"quantization": "fp8"}, "fp8 weights need a GPU"),
+        ({"attention_backend": "flash"}, "--attention-backend is 'flash'"),
+        ({"deterministic": Deterministic.ON, "dtype": "float16"}, "deterministic mode on a CPU is for"),
+        ({"deterministic": Deterministic.ON, "attention_backend": "sdpa"}, "deterministic mode goes with no"),
+    ],
+)
+def test_settings_that_no_worker_could_have_are_told_before_anything_is_compared(
+    tiny: Path, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.cli.tools.verify.verify_checkpoint", Mock(side_effect=AssertionError("it was begun")))
+    with pytest.raises(CliError, match=words):
+        verify(Served(model=str(tiny), device="cpu", **options), backends=(), num_prompts=1, max_new_tokens=1)
+
+
+def test_settings_that_a_worker_can_have_are_taken(tiny: Path) -> None:
+    check_settings(Served(model=str(tiny), device="cpu"), ["reference", "sdpa"])
+    check_settings(Served(model=str(tiny), device="cpu", dtype="float32", quantization="int8", max_model_len=16))
+    with pytest.raises(BackendName, match="flash"):
+        check_settings(Served(model=str(tiny)), ["flash"])
