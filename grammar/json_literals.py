@@ -20,6 +20,7 @@ from octavo.grammar.lark import ends_in_escape
 Json = dict[str, Any]
 Number = int | Decimal
 
+TYPES = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
@@ -61,6 +62,14 @@ LIBRARY_FORMATS = frozenset(("email", "hostname", "ipv4", "ipv6", "uri", "uuid",
 def encode(schema: Any) -> str:
     """JSON text in which the library reads each number as it is meant."""
     return _ENCODER.encode(_spelled(schema)).decode()
+
+
+def check_type(value: Any, path: str) -> None:
+    """The name of a type, or a list of such. Raises GrammarRefused."""
+    for name in value if isinstance(value, list) else [value]:
+        if not isinstance(name, str) or name not in (*TYPES, "integer"):
+            names = ", ".join((*TYPES, "integer"))
+            raise GrammarRefused(Refusal.SYNTAX, f"must be one of {names}, or a list of them", path=path)
 
 
 def check_text(text: str, path: str) -> None:
@@ -174,6 +183,15 @@ def has_fractions(schema: Any) -> bool:
 def mentions(schema: Any, keywords: tuple[str, ...]) -> bool:
     """Whether any of these keywords stands in a schema, or a property of that name."""
     return any(key in keywords for key, _ in _members(schema))
+
+
+def has_depth(value: Any, depth: int) -> bool:
+    """Whether lists and objects stand so deep inside each other."""
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        has_depth(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,9 +10,8 @@ from itertools import combinations, permutations, product
 from typing import Any
 
 from octavo.grammar.errors import GrammarRefused, Refusal
-from octavo.grammar.json_literals import BOUNDS, Json, bounds, is_number
+from octavo.grammar.json_literals import BOUNDS, TYPES, Json, bounds, is_number
 
-TYPES = ("null", "boolean", "number", "string", "array", "object")
 Schema = Json | bool
 Resolve = Callable[[str], Schema | None]
 

@@ -23,8 +23,10 @@ from octavo.grammar.json_literals import (
     check_encoding,
     check_literal,
     check_pattern,
+    check_type,
     count,
     encode,
+    has_depth,
     has_fractions,
     mentions,
     names_of,
@@ -79,19 +81,11 @@ def read_json(text: str, limits: GrammarLimits) -> Any:
         raise GrammarRefused(Refusal.LIMIT, f"is nested deeper than {limits.max_depth}") from None
     except (ValueError, ArithmeticError) as error:
         raise GrammarRefused(Refusal.SYNTAX, f"is not valid JSON: {error}") from None
-    if _has_depth(value, _MAX_NESTING):
+    if has_depth(value, _MAX_NESTING):
         raise GrammarRefused(Refusal.LIMIT, f"has values nested deeper than {_MAX_NESTING}")
     if "\\u" in text:
         check_encoding(value, "")
     return value
-
-
-def _has_depth(value: Any, depth: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    return depth == 0 or any(
-        _has_depth(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value)
-    )
 
 
 def _refuse_constant(name: str) -> float:
@@ -116,6 +110,7 @@ class _Walk:
         self._logic = Logic(self._target, self._outline)
         self._pointers: dict[str, str] = {}  # of the caller, by references as they are rewritten
         self._targets: dict[str, Schema | None] = {}  # by rewritten references
+        self._outlines: dict[str, Json] = {}  # the same
 
     def rewritten(self) -> Schema:
         """A checked copy of the whole, with the schemas that references point to among its definitions."""
@@ -183,6 +178,8 @@ class _Walk:
                 raise GrammarRefused(Refusal.SYNTAX, f"must be a list{' of names' * (key == 'required')}", path=path)
             case "pattern":
                 check_pattern(value, path)
+            case "type":
+                check_type(value, path)
             case "multipleOf":
                 return self._divisors.add(value, path)
             case _ if key in COUNTS:
@@ -208,13 +205,29 @@ class _Walk:
             pointer = self._pointers.get(reference)
             schema = None if pointer is None else pointed_to(self._whole, pointer)
             if pointer is not None and isinstance(schema, dict | bool):
-                path = ".".join([*([self._place.path] if self._place.path else []), *names_of(pointer)])
-                self._targets[reference] = self.schema(schema, path, 1)
+                self._targets[reference] = self.schema(schema, self._path_of(pointer), 1)
         return self._targets[reference]
+
+    def _path_of(self, pointer: str) -> str:
+        return ".".join([*([self._place.path] if self._place.path else []), *names_of(pointer)])
 
     def _outline(self, reference: str) -> Json:
         """The part of a schema that includes itself that is known before it is rewritten."""
-        return _outline(pointed_to(self._whole, self._pointers.get(reference, "")), 2)
+        if reference not in self._outlines:
+            pointer = self._pointers.get(reference, "")
+            self._outlines[reference] = self._outlined(pointed_to(self._whole, pointer), self._path_of(pointer), 2)
+        return self._outlines[reference]
+
+    def _outlined(self, schema: Any, path: str, depth: int) -> Json:
+        if not isinstance(schema, dict) or depth == 0:
+            return {}
+        words = [key for key in ("type", "const", "enum", "required") if key in schema]
+        outline = {key: self._word(key, schema[key], _join(path, key)) for key in words}
+        if isinstance(properties := schema.get("properties"), dict):
+            path = _join(path, "properties")
+            inner = {name: self._outlined(each, _join(path, name), depth - 1) for name, each in properties.items()}
+            outline["properties"] = inner
+        return outline
 
     def _without_base(self, schema: Json) -> Json:
         """Without the names that would change what references mean once the schema stands inside another."""
@@ -381,15 +394,6 @@ def _check_min_properties(schema: Json, path: str) -> None:
             "is supported only with additionalProperties false and without patternProperties",
             path=_join(path, "minProperties"),
         )
-
-
-def _outline(schema: Any, depth: int) -> Json:
-    if not isinstance(schema, dict) or depth == 0:
-        return {}
-    outline = {key: schema[key] for key in ("type", "const", "enum", "required") if key in schema}
-    if isinstance(schema.get("properties"), dict):
-        outline["properties"] = {name: _outline(each, depth - 1) for name, each in schema["properties"].items()}
-    return outline
 
 
 def _join(path: str, key: str) -> str:
