@@ -8,6 +8,7 @@ What takes long runs in the text threads. Must not know admission, workers or st
 import asyncio
 import json
 import math
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -43,6 +44,8 @@ from octavo.wire.messages import Grammar, GrammarKind, ModelCard
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
 _MAX_MARK_GROWTH = 13  # times its bytes that a text has at most with a mark at each control token, escaped as JSON
 _MAX_KNOWN = 256  # valid grammars are not checked again
+_IN_TOOL = re.compile(r"tools\[(?P<index>\d+)\]\.(?P<part>name|parameters)\.?(?P<inner>.*)", re.DOTALL)
+_TOOL_FIELDS = {"name": "name", "parameters": "parameters_json"}
 PARTIAL_MARGIN_S = 0.05
 """A partial output is sent so long before the wire's deadline: for its way through the loop, the network and the
 caller's library. Callers that are further away set `timeout_s` themselves."""
@@ -135,10 +138,22 @@ def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
 def _invalid(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> InvalidRequest:
     kind = request.constraint.WhichOneof("kind")
     if kind is None:
-        return InvalidRequest.of(f"{prefix}chat.tools", str(refused))
+        return _invalid_tool(request.chat, refused, f"{prefix}chat.tools")
     if kind == "choice":
         return InvalidRequest.of(f"{prefix}constraint.choice.options{refused.path}", refused.description)
     return InvalidRequest.of(f"{prefix}constraint.{kind}", str(refused))
+
+
+def _invalid_tool(chat: pb.Chat, refused: GrammarRefused, path: str) -> InvalidRequest:
+    """By its place among all tools of the chat: the grammar of a named one has that one alone."""
+    found = _IN_TOOL.fullmatch(refused.path)
+    if found is None:
+        return InvalidRequest.of(path, str(refused))
+    is_named = chat.tool_choice == pb.TOOL_CHOICE_NAMED
+    index = [tool.name for tool in chat.tools].index(chat.tool_name) if is_named else int(found["index"])
+    field = f"{path}[{index}].{_TOOL_FIELDS[found['part']]}"
+    inner = found["inner"]
+    return InvalidRequest.of(field, f"{inner}: {refused.description}" if inner else refused.description)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

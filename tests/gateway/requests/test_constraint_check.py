@@ -1,10 +1,12 @@
 """The check of a constraint: what its caller gives up stays given up."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
+from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.requests.input_processor import ConstraintChecker
 from octavo.gateway.text.service import TextService
 from octavo.grammar.limits import GrammarLimits
@@ -35,3 +37,29 @@ async def test_a_check_that_is_cancelled_as_it_ends_is_cancelled(num_turns: int)
     if checking.cancel():  # it had not ended
         with pytest.raises(asyncio.CancelledError):
             await checking
+
+
+class PromptText:
+    """Stands for the text threads: the work is done at once."""
+
+    async def run(self, work: Callable[[], object], **_: object) -> None:
+        work()
+
+
+@pytest.mark.parametrize(
+    ("choice", "tool_name"), [(pb.TOOL_CHOICE_REQUIRED, ""), (pb.TOOL_CHOICE_NAMED, "bad")], ids=["any", "named"]
+)
+async def test_what_is_wrong_with_a_tool_is_told_by_its_place_in_the_chat(
+    choice: "pb.ToolChoice.ValueType", tool_name: str
+) -> None:
+    checker = ConstraintChecker(cast(TextService, PromptText()), GrammarLimits(), timeout_s=30.0)
+    parameters = '{"properties": {"a": {"contains": 1}}}'
+    tools = [pb.ToolDefinition(name="good"), pb.ToolDefinition(name="bad", parameters_json=parameters)]
+    request = pb.GenerateRequest(chat=pb.Chat(tools=tools, tool_choice=choice, tool_name=tool_name))
+    with pytest.raises(InvalidRequest) as caught:
+        await checker.check(request, prefix="generate.", share=cast(Any, None))
+    assert caught.value.violations == (
+        Violation(
+            field="generate.chat.tools[1].parameters_json", description="properties.a.contains: is not supported"
+        ),
+    )
