@@ -20,12 +20,13 @@ def reason_of(output: OutputSoFar) -> str | None:
 
 
 def usage_of(requests: Sequence[Sequence[OutputSoFar]]) -> dict[str, Any]:
-    """Of several requests with their outputs: a prompt counts once, however many outputs it has."""
+    """Of several requests with their outputs: a prompt counts once, however many outputs it has, and what was cached of
+    it is what the first one found: the others share its prompt."""
     prompt = completion = cached = 0
     for outputs in requests:
         ends = [output.finished for output in outputs if output.finished is not None]
         prompt += max((end.usage.prompt_tokens for end in ends), default=0)
-        cached += max((end.usage.cached_tokens for end in ends), default=0)
+        cached += outputs[0].finished.usage.cached_tokens if outputs[0].finished is not None else 0
         completion += sum(end.usage.completion_tokens for end in ends)
     return {
         "prompt_tokens": prompt,

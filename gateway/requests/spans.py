@@ -72,7 +72,7 @@ def trace_request(
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.usage.input_tokens": num_prompt_tokens,
             "gen_ai.usage.output_tokens": sum(stream.processor.num_tokens for stream in streams),
-            "gen_ai.usage.cache_read.input_tokens": max((each.cached_tokens for each in figures), default=0),
+            "gen_ai.usage.cache_read.input_tokens": streams[0].finished.cached_tokens if streams[0].finished else 0,
             "gen_ai.response.finish_reasons": [reason for each in streams if (reason := _reason(each))],
             "octavo.preemptions": sum(each.preemptions for each in figures),
             "octavo.migrations": sum(len(stream.moves) for stream in streams),

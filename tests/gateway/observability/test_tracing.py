@@ -94,6 +94,23 @@ async def test_a_call_is_a_child_of_its_callers_span_and_has_its_phases_inside(
     assert run.traceparent == f"00-{CALLER_TRACE}-{call.span_id}-01"
 
 
+async def test_what_was_cached_of_a_prompt_is_what_its_first_output_found(
+    serve: Any, collector: Collector, tracer: Tracing
+) -> None:
+    """The other outputs find all of it, since the first one computed it."""
+
+    def speak(run: FakeRun) -> None:
+        run.tokens([5])
+        run.finish(cached_tokens=0 if run is pool.runs[0] else len(run.prompt_ids))
+
+    pool = FakePool(on_run=speak)
+    async with serve(pool, tracing=tracer) as served:
+        await text_of(served.inference.Generate(pb.GenerateRequest(text="Hello", num_outputs=2), metadata=SAMPLED))
+    spans = await asyncio.to_thread(collector.trace, CALLER_TRACE)
+    told = only(spans, "octavo.v1.InferenceService/Generate").attributes
+    assert (told["gen_ai.request.choice.count"], told["gen_ai.usage.cache_read.input_tokens"]) == (2, 0)
+
+
 async def test_the_lines_of_a_request_have_its_trace(serve: Any, tracer: Tracing) -> None:
     import structlog
 
