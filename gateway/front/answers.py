@@ -69,6 +69,11 @@ def completion_logprobs(positions: Sequence[inference_pb2.TokenLogprobs], offset
     return {
         "tokens": [position.chosen.text for position in positions],
         "token_logprobs": [position.chosen.logprob for position in positions],
-        "top_logprobs": [{top.text: top.logprob for top in position.top} for position in positions],
+        "top_logprobs": [_by_text(position.top) for position in positions],
         "text_offset": offsets,
     }
+
+
+def _by_text(tokens: Sequence[inference_pb2.TokenLogprob]) -> dict[str, float]:
+    """tokens: best first. Several may have one text (U+FFFD, for parts of characters), which then is the best one's."""
+    return {token.text: token.logprob for token in reversed(tokens)}

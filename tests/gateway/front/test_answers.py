@@ -1,7 +1,7 @@
 """What answers say of outputs, without a service."""
 
 from octavo.client.events import OutputSoFar
-from octavo.gateway.front.answers import usage_of
+from octavo.gateway.front.answers import completion_logprobs, usage_of
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
@@ -21,3 +21,13 @@ def test_a_prompt_that_several_outputs_share_was_cached_once_or_not_at_all() -> 
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert usage_of([fresh, known])["prompt_tokens_details"] == {"cached_tokens": 32}
+
+
+def test_of_tokens_with_one_text_the_most_probable_one_is_told() -> None:
+    """Parts of characters all read U+FFFD."""
+    top = [("\ufffd", -0.5), ("a", -1.0), ("\ufffd", -2.0)]
+    position = pb.TokenLogprobs(
+        chosen=pb.TokenLogprob(text="\ufffd", logprob=-0.5),
+        top=[pb.TokenLogprob(text=text, logprob=logprob) for text, logprob in top],
+    )
+    assert completion_logprobs([position], 0)["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.0}]
