@@ -1,5 +1,6 @@
 """What answers of all kinds share: reasons, usage, log-probabilities. Pure."""
 
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,30 +48,54 @@ def chat_logprobs(positions: Sequence[inference_pb2.TokenLogprobs]) -> dict[str,
 
 
 def _token(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
-    is_whole = "\ufffd" not in token.text
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        "bytes": list(token.text.encode()) if is_whole else None,
-    }
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(bytes_of(token))}
 
 
-def num_characters(positions: Sequence[inference_pb2.TokenLogprobs]) -> int:
-    """Of their tokens' texts."""
-    return sum(len(position.chosen.text) for position in positions)
+def bytes_of(token: inference_pb2.TokenLogprob) -> bytes:
+    """Of its text, or of its part of a character."""
+    return token.raw or token.text.encode()
 
 
-def completion_logprobs(positions: Sequence[inference_pb2.TokenLogprobs], offset: int) -> dict[str, Any]:
-    """Of completions: parallel lists. offset: of the first token in the text."""
-    offsets = []
-    for position in positions:
-        offsets.append(offset)
-        offset += len(position.chosen.text)
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters, asked in their order: a character is there once its last
+    byte is, and bytes that are none are U+FFFD."""
+
+    def __init__(self) -> None:
+        self._num_characters = 0
+        self._unfinished = b""
+
+    def next(self, token: inference_pb2.TokenLogprob) -> int:
+        """Of this token; where it goes on within a character, of that."""
+        raw, start = bytes_of(token), self._num_characters
+        if self._unfinished and not _goes_on(self._unfinished, raw[:1]):
+            start += 1  # behind the U+FFFD of what was unfinished
+        data = self._unfinished + raw
+        text, num_used = utf_8_decode(data, "replace", False)
+        self._num_characters += len(text)
+        self._unfinished = data[num_used:]
+        return start
+
+    def end_text(self) -> None:
+        """What follows is a text of its own: an unfinished character is none."""
+        self._num_characters += len(self._unfinished.decode("utf-8", "replace"))
+        self._unfinished = b""
+
+
+def _goes_on(unfinished: bytes, byte: bytes) -> bool:
+    try:
+        utf_8_decode(unfinished + byte, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def completion_logprobs(positions: Sequence[inference_pb2.TokenLogprobs], offsets: TextOffsets) -> dict[str, Any]:
+    """Of completions: parallel lists. offsets: of the text so far."""
     return {
         "tokens": [position.chosen.text for position in positions],
         "token_logprobs": [position.chosen.logprob for position in positions],
         "top_logprobs": [_by_text(position.top) for position in positions],
-        "text_offset": offsets,
+        "text_offset": [offsets.next(position.chosen) for position in positions],
     }
 
 

@@ -31,6 +31,7 @@ from octavo.gateway.front.completions import (
     EchoedPrompt,
     collect_all,
     completion_chunks,
+    first_token,
     gather_all,
     whole_completion,
 )
@@ -145,7 +146,8 @@ class _Front:
     async def _echoed(self, stream: AsyncTextStream, metadata: Metadata) -> EchoedPrompt:
         """Once all of the prompt's log-probabilities are there. Raises OctavoError."""
         assert stream.started is not None
-        first = await self.service.token_text(stream.started.prompt_token_ids[0], stream.started.model, metadata)
+        alone = await self.service.token_text(stream.started.prompt_token_ids[0], stream.started.model, metadata)
+        first = first_token(alone, stream.outputs[0].text, stream.prompt_logprobs)
         return EchoedPrompt(first=first, positions=stream.prompt_logprobs)
 
     async def embeddings(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from octavo.client.aio import AsyncTextStream
 from octavo.client.events import OutputSoFar
-from octavo.gateway.front.answers import completion_logprobs, num_characters, reason_of, usage_of
+from octavo.gateway.front.answers import TextOffsets, bytes_of, completion_logprobs, reason_of, usage_of
 from octavo.gateway.front.calls import collect
 from octavo.gateway.front.chat import Heading
 from octavo.v1 import inference_pb2
@@ -19,21 +19,33 @@ QUEUE_SIZE = 64  # chunks that wait for a slow reader, after which the streams w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EchoedPrompt:
-    """A prompt that the answer begins with, with its log-probabilities. first: the text of its first token, which
-    nothing predicted; positions: of the others."""
+    """A prompt that the answer begins with, with its log-probabilities. first: its first token, which nothing
+    predicted; positions: of the others."""
 
-    first: str
+    first: inference_pb2.TokenLogprob
     positions: Sequence[inference_pb2.TokenLogprobs]
 
-    @property
-    def num_characters(self) -> int:
-        """Of all of its tokens."""
-        return len(self.first) + num_characters(self.positions)
+    def logprobs(self, offsets: TextOffsets) -> dict[str, Any]:
+        """As an answer has them. offsets: of its text, which begins."""
+        start = offsets.next(self.first)
+        head = {"tokens": [self.first.text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [start]}
+        whole = _joined(head, completion_logprobs(self.positions, offsets))
+        offsets.end_text()
+        return whole
 
-    def logprobs(self) -> dict[str, Any]:
-        """As an answer has them."""
-        head = {"tokens": [self.first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-        return _joined(head, completion_logprobs(self.positions, len(self.first)))
+
+def first_token(
+    alone: str, echoed: str, positions: Sequence[inference_pb2.TokenLogprobs]
+) -> inference_pb2.TokenLogprob:
+    """The first token of a text, where it may be a part of a character: with the bytes that the tokens behind it leave.
+    alone: its text, where it decodes alone. echoed: a text that begins with it. positions: of the tokens behind it."""
+    before = alone.rstrip("\ufffd")
+    if before == alone:
+        return inference_pb2.TokenLogprob(text=alone)
+    character = echoed[len(before) : len(before) + 1].encode()
+    following = b"".join(bytes_of(position.chosen) for position in positions[: len(character)])
+    num_bytes = next(size for size in range(1, 5) if following.startswith(character[size:]))
+    return inference_pb2.TokenLogprob(text=alone, raw=before.encode() + character[:num_bytes])
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -81,9 +93,10 @@ def whole_completion(
 
 
 def _logprobs(prompt: EchoedPrompt | None, output: OutputSoFar) -> dict[str, Any]:
+    offsets = TextOffsets()
     if prompt is None:
-        return completion_logprobs(output.logprobs, 0)
-    return _joined(prompt.logprobs(), completion_logprobs(output.logprobs, prompt.num_characters))
+        return completion_logprobs(output.logprobs, offsets)
+    return _joined(prompt.logprobs(offsets), completion_logprobs(output.logprobs, offsets))
 
 
 async def completion_chunks(
@@ -117,7 +130,8 @@ async def _choices_of(
 ) -> AsyncIterator[dict[str, Any]]:
     """Of one prompt as they come, by the index of the output. What comes before the prompt's log-probabilities waits
     for them."""
-    lengths, held, awaits_prompt = [0] * len(stream.outputs), list[inference_pb2.Delta](), echoed is not None
+    offsets = [TextOffsets() for _ in stream.outputs]
+    held, awaits_prompt = list[inference_pb2.Delta](), echoed is not None
     async for each in stream.deltas():
         held.append(each)
         assert stream.started is not None
@@ -125,14 +139,12 @@ async def _choices_of(
             if len(stream.prompt_logprobs) + 1 < stream.started.prompt_tokens:
                 continue
             prompt, awaits_prompt = await echoed(stream), False
-            lengths = [prompt.num_characters] * len(lengths)
-            for index in range(len(lengths)):
-                yield _choice(index, "", prompt.logprobs())
+            for index, each_offsets in enumerate(offsets):
+                yield _choice(index, "", prompt.logprobs(each_offsets))
         for delta in held:
             index, has_scores = delta.output_index, has_logprobs and delta.logprobs
-            logprobs = completion_logprobs(delta.logprobs, lengths[index]) if has_scores else None
+            logprobs = completion_logprobs(delta.logprobs, offsets[index]) if has_scores else None
             yield _choice(index, delta.text, logprobs)
-            lengths[index] += num_characters(delta.logprobs)
         held.clear()
     for index, output in enumerate(stream.outputs):
         yield _choice(index, "", None, reason_of(output))

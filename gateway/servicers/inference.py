@@ -260,12 +260,11 @@ def position_logprobs(token_id: int, position: TokenLogprobs, bytes_by_id: Bytes
 
 
 def _token_logprob(token_id: int, logprob: float, bytes_by_id: BytesById | None) -> pb.TokenLogprob:
-    text = (
-        bytes_by_id[token_id].decode("utf-8", "replace")
-        if bytes_by_id is not None and token_id < len(bytes_by_id)
-        else ""
-    )
-    return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=text)
+    raw = bytes_by_id[token_id] if bytes_by_id is not None and token_id < len(bytes_by_id) else b""
+    try:
+        return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=raw.decode())
+    except UnicodeDecodeError:  # a part of a character
+        return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=raw.decode("utf-8", "replace"), raw=raw)
 
 
 def finished_event(tracked: TrackedRequest, index: int = 0) -> pb.Finished:

@@ -191,6 +191,18 @@ def test_an_echoed_prompt_has_its_log_probabilities(prompt: str | list[int], fro
             assert [each for piece in own if piece["logprobs"] for each in piece["logprobs"][name]] == values
 
 
+def test_parts_of_characters_have_their_bytes_and_begin_where_the_character_does(fronted: tuple[Service, int]) -> None:
+    prompt = "\N{LLAMA}a\N{LLAMA}b"
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 0, "seed": 7}
+    _, answer, _ = ask(fronted[1], "/v1/completions", body)
+    choice = answer["choices"][0]
+    scores = choice["logprobs"]
+    begins = dict(zip(scores["text_offset"], scores["tokens"], strict=True))
+    assert choice["text"].startswith(prompt)
+    assert (begins[1], begins[3], [*begins][:5]) == ("a", "b", [0, 1, 2, 3, 4])
+    assert scores["tokens"].count("\ufffd") > 2
+
+
 def test_the_model_that_answered_is_named_where_the_caller_named_none(fronted: tuple[Service, int]) -> None:
     body = {"prompt": ["once", "upon"], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     connection = _connection(fronted[1])

@@ -218,6 +218,19 @@ async def test_logprobs_come_with_every_token_and_their_texts(serve: Any, tiny_t
     assert got == [pb.TokenLogprobs(chosen=chosen, top=[chosen, other])] * 2
 
 
+async def test_a_token_that_is_part_of_a_character_has_its_bytes(serve: Any, tiny_text: ModelText) -> None:
+    half = tiny_text.table.all_bytes.index(b"\xc3")
+
+    def run_it(run: FakeRun) -> None:
+        asyncio.get_running_loop().call_soon(lambda: (run.tokens([half], [TokenLogprobs(-1.0, (), ())]), run.finish()))
+
+    async with serve(FakePool(on_run=run_it)) as served:
+        request = pb.GenerateRequest(text="x", output=pb.OutputOptions(logprobs=0))
+        _, events = await text_of(served.inference.Generate(request))
+    (got,) = (entry for event in events for entry in event.delta.logprobs)
+    assert got.chosen == pb.TokenLogprob(token_id=half, logprob=-1.0, text="\ufffd", raw=b"\xc3")
+
+
 async def test_tokens_that_come_while_a_message_is_written_travel_together(serve: Any, tiny_text: ModelText) -> None:
     cat = ids_of("cat", tiny_text)[0]
 
