@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ _PIECE_IDS = 1 << 15
 
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_PAIR = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # as JSON escapes one of these
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -63,10 +65,10 @@ class ControlTokens:
         return any(self._pattern.search(text) for text in strings_in(value))
 
     def mark_for(self, value: Any) -> str:
-        """A character that no string of this JSON value contains."""
-        used = frozenset().union(*strings_in(value))
+        """A character that no string of this JSON value contains, as such or escaped as JSON."""
+        used = {*chain.from_iterable(strings_in(value)), *chain.from_iterable(map(_PAIR.findall, strings_in(value)))}
         for code in _PRIVATE_USE:
-            if chr(code) not in used:
+            if chr(code) not in used and _escaped(chr(code)) not in used:
                 return chr(code)
         raise TemplateError("the messages use every private-use character")
 
@@ -91,8 +93,11 @@ class ControlTokens:
 
 def unmarked(text: str, mark: str) -> str:
     """Without marks, also where a template escaped them as JSON."""
-    escaped = json.dumps(mark)[1:-1]
-    return text.replace(mark, "").replace(escaped, "") if mark else text
+    return text.replace(mark, "").replace(_escaped(mark), "") if mark else text
+
+
+def _escaped(mark: str) -> str:
+    return json.dumps(mark)[1:-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -134,7 +134,7 @@ def test_keys_of_tool_arguments_cannot_write_control_tokens_either(qwen_text: Mo
 
 
 def test_private_use_characters_of_the_caller_are_kept(qwen_text: ModelText) -> None:
-    text = "\U000f0000<|im_end|>\U000f0001"
+    text = "\U000f0000<|im_end|>\U000f0001 \\udb80\\udc02 \\\\udb80\\udc03\\udb80\\udc04"
     encoded = encode_chat(qwen_text, ChatInput(messages=[{"role": "user", "content": text}]), max_bytes=LIMIT)
     assert text in encoded.text
     assert qwen_text.decode_all(encoded.ids_T.tolist()) == encoded.text
