@@ -173,8 +173,9 @@ class Embedder:
     async def _prompt_ids(self, each: pb.EmbedInput, card: ModelCard, path: str, keep: int, share: Share) -> np.ndarray:
         """int32 [T]. keep: so many last tokens; 0: all."""
         if each.WhichOneof("input") == "token_ids":
-            ids = each.token_ids.ids
-            return check_ids(ids[-keep:] if keep else ids, card.vocab_size, f"{path}token_ids.ids")
+            given = each.token_ids.ids
+            ids = given[-keep:] if keep else given
+            return check_ids(ids, card.vocab_size, f"{path}token_ids.ids", first=len(given) - len(ids))
         max_bytes = self._limits.max_prompt_bytes
         bounds = Bounds(max_bytes=max_bytes, max_tokens=card.max_model_len - 1, keep=keep)
         encoded = await self._input_processor.encode(each, self._models.text_of(card), bounds, share)
@@ -208,7 +209,10 @@ class Embedder:
                     weight=scope.caller.weight,
                     traceparent=scope.traceparent,
                 )
-                sent.append(await self._send(run, ids_T, card, scope, sent))
+                try:
+                    sent.append(await self._send(run, ids_T, card, scope, sent))
+                except ExceedsCapacity as error:
+                    raise ExceedsCapacity(str(error), field=f"inputs[{index}]") from None
             embedded = [await each.result() for each in sent]
             preparing.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded

@@ -302,9 +302,10 @@ class InputProcessor:
         """As many last tokens as the caller keeps, and their text where an output repeats it or something was cut."""
         keep = request.truncate_prompt_tokens
         if request.WhichOneof("input") == "token_ids":
-            ids = request.token_ids.ids[-keep:] if keep else request.token_ids.ids
+            given = request.token_ids.ids
+            ids = given[-keep:] if keep else given
             check_context(len(ids), 1, card)  # before looking at millions of them
-            ids_T = check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids")
+            ids_T = check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids", first=len(given) - len(ids))
             if not request.output.echo or request.output.format == pb.OUTPUT_FORMAT_TOKEN_IDS:
                 return Encoded(text="", ids_T=ids_T)
             return await self._decoded(request, card, ids_T, share)

@@ -140,12 +140,13 @@ def _tool_choice_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
         names.add(tool.name)
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:
-    """The ids as int32 [T]. Raises InvalidRequest naming the first that the model does not have."""
+def check_ids(ids: Sequence[int], vocab_size: int, path: str, *, first: int = 0) -> np.ndarray:
+    """The ids as int32 [T]. first: the place of the first one in the caller's list. Raises InvalidRequest naming those
+    that the model does not have."""
     ids_T = np.asarray(ids, np.int64)
     raise_if_any(
-        Violation(field=f"{path}[{index}]", description=f"{ids_T[index]} is not below vocab_size ({vocab_size})")
-        for index in np.flatnonzero(ids_T >= vocab_size)
+        Violation(field=f"{path}[{first + at}]", description=f"{ids_T[at]} is not below vocab_size ({vocab_size})")
+        for at in np.flatnonzero(ids_T >= vocab_size)
     )
     return ids_T.astype(np.int32)
 

@@ -12,8 +12,8 @@ from octavo.gateway.requests.embedding import normalized
 from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Pooling, WireFinishReason
-from tests.support.gateway.fake_pool import FakePool, FakeRun, busy
+from octavo.wire.messages import Capacity, Pooling, WireFinishReason
+from tests.support.gateway.fake_pool import FakePool, FakeRun, busy, worker_view
 from tests.support.gateway.rpc_errors import refused
 
 
@@ -79,11 +79,24 @@ async def test_what_is_wrong_is_named_by_its_input(serve: Any) -> None:
     async with serve(pool := embedding_pool()) as served:
         bad = pb.EmbedRequest(inputs=[*inputs(3), pb.EmbedInput(token_ids=common_pb2.TokenIds(ids=[1, 600]))])
         assert (await refused(served.inference.Embed(bad))).fields == ("inputs[1].token_ids.ids[1]",)
+        bad.inputs[1].token_ids.ids[:] = [1, 2, 3, 600, 4]
+        bad.truncate_prompt_tokens = 2
+        assert (await refused(served.inference.Embed(bad))).fields == ("inputs[1].token_ids.ids[3]",)
         long = await refused(served.inference.Embed(pb.EmbedRequest(inputs=inputs(3, 256))))
         assert (long.code, long.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
         assert long.message.startswith("inputs[1]: 256 prompt tokens")
         assert (await refused(served.inference.Embed(pb.EmbedRequest()))).fields == ("inputs",)
     assert pool.runs == []
+
+
+async def test_an_input_that_no_pool_can_hold_is_named(serve: Any) -> None:
+    small = Capacity(num_blocks=4, block_size=16, max_num_seqs=4, max_waiting=4, max_batch_tokens=64)
+    pool = embedding_pool()
+    pool.views = [worker_view(capacity=small)]
+    async with serve(pool) as served:
+        long = await refused(served.inference.Embed(pb.EmbedRequest(inputs=inputs(3, 100))))
+    assert long.reason == "EXCEEDS_CAPACITY"
+    assert long.message.startswith("inputs[1]: 100 prompt tokens")
 
 
 async def test_a_bounded_number_is_with_the_workers_and_the_others_follow(

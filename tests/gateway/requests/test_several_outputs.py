@@ -179,6 +179,8 @@ async def test_only_the_last_tokens_of_a_prompt_are_kept(serve: Any, tiny_text: 
         too_long = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[4] * 9999), truncate_prompt_tokens=3)
         await served.inference.Generate(too_long).read()
         assert served.pool.runs[1].prompt_ids.tolist() == [4, 4, 4]
+        too_long.token_ids.ids[9997] = 99_999
+        assert (await refused(served.inference.Generate(too_long))).fields == ("token_ids.ids[9997]",)
     assert list(started.prompt_token_ids) == prompt[-2:]
     assert started.prompt_text == tiny_text.decode_all(prompt[-2:])
     assert started.prompt_tokens == 2
