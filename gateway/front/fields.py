@@ -214,8 +214,8 @@ def parse(kind: type[B], body: bytes) -> B:
         parsed = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if str(part) in kind.model_fields or isinstance(part, int)]
-        name = ".".join(place) or ".".join(map(str, first["loc"]))
+        place = [part for part in first["loc"] if str(part) in kind.model_fields or isinstance(part, int)]
+        name = "".join(f"[{part}]" if isinstance(part, int) else part for part in place) or str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             raise _unknown(".".join(map(str, first["loc"]))) from None
         raise _refused(name, first["msg"].removeprefix("Value error, ").lower()) from None

@@ -170,6 +170,12 @@ def test_fields_that_would_change_nothing_are_refused(body: dict[str, Any], para
     assert refused("chat", **({"messages": [USER]} | body)) == param
 
 
+def test_elements_are_named_as_the_service_names_them() -> None:
+    assert refused("chat", messages=[USER, 5]) == "messages[1]"
+    assert refused("chat", messages=[USER], modalities=["text", "audio"]) == "modalities[1]"
+    assert refused("chat", messages=[USER], choice=["a", None]) == "choice[1]"
+
+
 def test_what_clients_send_back_of_an_answer_is_taken() -> None:
     """The fields that the message of an answer has, unset ones included."""
     answered = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "name": "bob"}
