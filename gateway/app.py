@@ -63,8 +63,7 @@ _POLL_S = 0.02
 
 
 class Gateway:
-    """Create, start and stop it on one event loop. listen_address, model_addresses, admin_address,
-    metrics_port, page_url: what was bound."""
+    """Of one event loop. listen_address, model_addresses, admin_address, metrics_port, page_url: what was bound."""
 
     def __init__(
         self,
@@ -374,6 +373,7 @@ class Gateway:
         await self.pool.close()
         await self.models.close()
         self.text.close()
+        self._collaborators.input_processor.close()
         await self.renderer.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

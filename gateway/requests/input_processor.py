@@ -43,6 +43,7 @@ from octavo.wire.messages import Grammar, GrammarKind, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
 _MAX_MARK_GROWTH = 13  # times its bytes that a text has at most with a mark at each control token, escaped as JSON
+CHECK_THREADS = 2
 _MAX_KNOWN = 256  # valid grammars are not checked again
 _IN_TOOL = re.compile(r"tools\[(?P<index>\d+)\]\.(?P<part>name|parameters)\.?(?P<inner>.*)", re.DOTALL)
 _TOOL_FIELDS = {"name": "name", "parameters": "parameters_json"}
@@ -57,7 +58,7 @@ text is with the caller by then."""
 
 
 class ConstraintChecker:
-    """Checks a request's constraint before anything else is done with the request, in the text threads and within a
+    """Checks a request's constraint before anything else is done with the request, in threads and within a
     time limit. One per gateway; every method on its event loop."""
 
     def __init__(self, text: TextService, limits: GrammarLimits, *, timeout_s: float) -> None:
@@ -236,7 +237,14 @@ class InputProcessor:
         self._text = text
         self._renderer = renderer
         self._limits = limits
-        self._constraints = ConstraintChecker(text, limits.grammar, timeout_s=limits.constraint_timeout_s)
+        # In threads of their own: the library's work on a schema can take minutes where many patterns meet, and cannot
+        # be stopped. What has no constraint must not wait for it.
+        self._checks = TextService(num_threads=CHECK_THREADS, max_waiting=limits.max_tokenizing)
+        self._constraints = ConstraintChecker(self._checks, limits.grammar, timeout_s=limits.constraint_timeout_s)
+
+    def close(self) -> None:
+        """Check no more constraints; a check that runs ends by itself. Idempotent."""
+        self._checks.close()
 
     async def process(
         self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share

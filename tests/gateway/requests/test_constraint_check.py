@@ -1,16 +1,19 @@
 """The check of a constraint: what its caller gives up stays given up."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
 from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.requests import input_processor
 from octavo.gateway.requests.input_processor import ConstraintChecker
 from octavo.gateway.text.service import TextService
 from octavo.grammar.limits import GrammarLimits
 from octavo.v1 import inference_pb2 as pb
+from tests.support.gateway.generating import speaking
 
 
 class HeldText:
@@ -63,3 +66,25 @@ async def test_what_is_wrong_with_a_tool_is_told_by_its_place_in_the_chat(
             field="generate.chat.tools[1].parameters_json", description="properties.a.contains: is not supported"
         ),
     )
+
+
+async def test_checks_that_take_for_ever_hold_up_nothing_but_constraints(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(input_processor, "check_grammar", lambda grammar, limits: over.wait(60))
+    async with serve(speaking([5])) as served:
+        constraints = [pb.Constraint(regex="a" * length) for length in range(1, 17)]
+        stuck = [
+            asyncio.ensure_future(served.inference.Complete(
+                pb.CompleteRequest(generate=pb.GenerateRequest(text="Hello", constraint=each))
+            ))
+            for each in constraints
+        ]  # fmt: skip
+        await asyncio.sleep(0.2)
+        plain = pb.CompleteRequest(generate=pb.GenerateRequest(text="Hello"))
+        async with asyncio.timeout(5):
+            answer = await served.inference.Complete(plain)
+        over.set()
+        await asyncio.gather(*stuck, return_exceptions=True)
+    assert answer.finished.usage.completion_tokens == 1
