@@ -70,6 +70,7 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, (Refusal.UNSUPPORTED, "oneOf")),
         (False, (Refusal.UNSATISFIABLE, "")),
         ({"type": "string", "minLength": 3, "maxLength": 2}, (Refusal.UNSATISFIABLE, "")),
+        ({"allOf": [{"type": "string", "pattern": f"x{index}"} for index in range(9)]}, (Refusal.LIMIT, "")),
         ("[" * 50_000, (Refusal.LIMIT, "")),
         (" " * 70_000, (Refusal.LIMIT, "")),
     ],
