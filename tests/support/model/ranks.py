@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +28,8 @@ from tests.support.model.interpreter import prepare_interpreter
 
 TIMEOUT_S = 300.0
 SHOW_TIMEOUT_S, END_TIMEOUT_S = 5.0, 20.0
-
+IMPORTED = ["pytest", "tests.support.model.ranks", "tests.support.worker.rank_steps"]
+"""What most ranks need, once for all groups of a session: to import it takes as long as most of them compute."""
 
 MET = None  # what each rank says first
 
@@ -69,12 +71,16 @@ def on_ranks(
     others, who wait for it; where they have no end in time, each writes where it stands to stderr first. timeout_s: for
     the work, from when all have met, for which they have meet_s: a busy machine may take long to import what they
     need."""
-    context = multiprocessing.get_context("spawn")
+    if place is Place.CPU:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+    else:
+        context = multiprocessing.get_context("spawn")
     processes, ends = list[BaseProcess](), list[Connection]()
     try:
         for rank in range(size):
             end, theirs = context.Pipe(duplex=False)
-            words = (theirs, folder / "meeting", rank, size, place, work, arguments)
+            words = (theirs, folder / "meeting", rank, size, place, work, arguments, dict(os.environ), Stderr())
             process = context.Process(target=_one, args=words, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -83,6 +89,19 @@ def on_ranks(
         return _results(processes, ends, timeout_s, meet_s)
     finally:
         _end(processes)
+
+
+class Stderr:
+    """This process's, as it is when a process is started with it, becomes that one's."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any]]:
+        return _take_stderr, (reduction.DupFd(2),)
+
+
+def _take_stderr(its: Any) -> None:
+    descriptor = its.detach()
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def _results(processes: list[BaseProcess], ends: list[Connection], timeout_s: float, meet_s: float) -> list[Any]:
@@ -135,8 +154,10 @@ def _end(processes: list[BaseProcess]) -> None:
 
 def _one(
     end: Connection, meeting: Path, rank: int, size: int, place: Place, work: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    arguments: tuple[Any, ...], environment: dict[str, str], _stderr: None,
 ) -> None:  # fmt: skip
+    os.environ.clear()
+    os.environ.update(environment)
     faulthandler.enable()
     torch.set_num_threads(1)
     if "triton" in sys.modules and place is Place.CPU:  # what `work` computes with; this process has no fixtures
@@ -165,6 +186,8 @@ def _plain(value: Any) -> Any:
         return value.float().cpu().numpy()
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     return value
 
 
