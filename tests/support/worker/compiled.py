@@ -1,9 +1,8 @@
 """Which kernels a start on a Hopper GPU launches that it has not compiled beside each other before, told without a GPU.
 
-    TRITON_INTERPRET=0 python -m tests.support.worker.compiled CASE
-
 Tensors lie in memory and say that they are a device's; a launch is noted by what Triton would compile for it, and does
-nothing; products of libraries are left out. Prints one line for each kernel that comes too late, and for each that a
+nothing; products of libraries are left out. What a case launches changes the process that tells it, which is a fork of
+kernels_known.py's. Prints one line for each kernel that comes too late, and for each that a
 process which helps would leave at another place on disk, then how many there were in time.
 """
 
@@ -222,17 +221,13 @@ def start(
     return compiled
 
 
-def main() -> None:
+def tell_late(case: str) -> None:
     """See the module."""
     with TemporaryDirectory() as folder:
         places = Places(Path(folder))
         launched = pretend(places)
         np.random.seed(0)
-        compiled = start(launched, **CASES[sys.argv[1]])
+        compiled = start(launched, **CASES[case])
         sys.stdout.writelines(f"{name} {key}\n" for name, key in sorted(launched - compiled))
         sys.stdout.writelines(f"{each}\n" for each in places.differences())
     sys.stdout.write(f"{len(compiled)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Which kernels of a start a GPU could not run, told without one.
 
-    TRITON_INTERPRET=0 python -m tests.support.worker.fitting CAPABILITY CASE
-
 Compiles every kernel that a start on a device of that compute capability launches (compiled.py). Prints one line for
 each that does not compile, or takes more of the device than a program may have; then how many there were.
 """
@@ -62,20 +60,16 @@ def fault_of(index: int, shared_bytes: int) -> str | None:
     return None
 
 
-def main() -> None:
+def tell_faults(device: str, name: str) -> None:
     """See the module."""
-    major, _, minor = sys.argv[1].partition(".")
+    major, _, minor = device.partition(".")
     capability = int(major), int(minor)
     shared_bytes = SHARED_BYTES[capability]
     np.random.seed(0)
-    case = (CASES | OTHER_CASES)[sys.argv[2]]
+    case = (CASES | OTHER_CASES)[name]
     start(pretend(launches, capability=capability, shared_bytes=shared_bytes), **case)
     num_kernels = len(launches.kernels)
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
         faults = list(pool.map(fault_of, range(num_kernels), [shared_bytes] * num_kernels))
     sys.stdout.writelines(f"{fault}\n" for fault in faults if fault)
     sys.stdout.write(f"{num_kernels}\n")
-
-
-if __name__ == "__main__":
-    main()
