@@ -17,6 +17,7 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.prefill import list_tiles
 from octavo.model.parallel import Ranks
+from tests.support.model.interpreter import cut_decodes_coarsely
 from tests.support.model.ranks import alone, cut, on_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,6 +29,12 @@ CONFIG = {
 }  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False}
 NOT_ON_DEVICE = pytest.mark.skipif(DEVICE == "cuda", reason="a device takes this path with 16-bit weights only")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        cut_decodes_coarsely(monkeypatch)
 
 
 def ints(values: object) -> torch.Tensor:
@@ -127,10 +134,13 @@ def whole_model(changes: dict[str, object]) -> CausalLM:
 
 def tokens_of_rank(ranks: Ranks, changes: dict[str, object], path: str = "cublas") -> dict[str, object]:
     """A prompt, another in two chunks beside a decode, and decodes of both."""
-    device = Device(cut(whole_model(changes), ranks), path)
-    tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
-    tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
-    tokens.append(device.step([0, 1]))
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            cut_decodes_coarsely(patch)  # a rank's process has no fixtures
+        device = Device(cut(whole_model(changes), ranks), path)
+        tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
+        tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
+        tokens.append(device.step([0, 1]))
     return {"tokens": tokens, "logits": device.decode.join_logits(2).clone()}
 
 

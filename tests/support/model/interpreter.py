@@ -1,5 +1,7 @@
 """Triton's interpreter, where it needs help."""
 
+import math
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -53,6 +55,8 @@ def prepare_interpreter() -> None:
     _let_comparisons_be_booleans()
     _patch_the_language_once()
     _reduce_by_halves()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _describe_each_shape_once()
 
 
 def _let_comparisons_be_booleans() -> None:
@@ -93,6 +97,38 @@ def _patch_the_language_once() -> None:
         return known[scalar.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, look_up_once
+
+
+def _describe_each_shape_once() -> None:
+    """The language makes constants and types of each dimension of each value, and the words for them: a third of what
+    the interpreter does. Here values of one shape share them, and words are made where they are read."""
+    import triton.language as tl
+
+    def whole(number: Any) -> int:
+        return number.value if isinstance(number, tl.constexpr) else number
+
+    @cache
+    def of_type(*shape: int) -> tuple[Any, int]:
+        """As the language does it: it refuses some, and numbers may not be of any type."""
+        original(described := object.__new__(tl.block_type), tl.int32, list(shape))
+        return described.shape, described.numel
+
+    @cache
+    def of_value(*shape: int) -> tuple[Any, Any]:
+        return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel = of_type(*map(whole, shape))
+
+    def make_value(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_value(*type.shape) if type.is_block() else of_value()
+
+    original = tl.block_type.__init__
+    tl.block_type.__init__ = make_type
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
+    tl.tensor.__init__ = make_value
 
 
 def _reduce_by_halves() -> None:
