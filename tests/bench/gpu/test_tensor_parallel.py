@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,13 +49,17 @@ def test_a_turn_that_fails_says_why() -> None:
 
 
 def test_figures_of_other_ranks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks_of(module: str, words: list[str], **limits: Any) -> dict[str, Any]:
+        return {"device": f"{words[words.index('--ranks') + 1]} ranks"}
+
     out = tmp_path / "report.json"
     words = ["tensor_parallel", "--shape", "tiny", "--device", "cpu", "--only", "decode", "--batches", "1"]
+    monkeypatch.setattr(tensor_parallel, "turn", ranks_of)
     for size in ("1", "2"):
         monkeypatch.setattr(sys, "argv", [*words, "--json", str(out), "--ranks", size])
         tensor_parallel.main()
     turns = json.loads(out.read_text())["turns"]
-    assert [turns[size][0]["device"] for size in ("1", "2")] == ["cpu", "cpu, 2 ranks"]
+    assert [turns[size][0]["device"] for size in ("1", "2")] == ["1 ranks", "2 ranks"]
 
 
 def test_bars_are_held_against_medians_of_what_there_is() -> None:
