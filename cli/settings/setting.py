@@ -18,7 +18,12 @@ class Settings(BaseModel):
     """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources and remembers them."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        defer_build=True,  # a process validates one or two of them, and building all takes a third of a command's start
     )
 
     @field_validator("*", mode="before")

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,3 +150,18 @@ def test_a_setting_that_two_commands_share_is_the_same_in_both() -> None:
         for other in COMMANDS.values():
             for name in one.model_fields.keys() & other.model_fields.keys():
                 assert repr(one.model_fields[name]) == repr(other.model_fields[name]), name
+
+
+STARTED = """
+import octavo.cli.app
+from octavo.cli.settings.setting import Settings
+def all_of(group): return [group, *(each for kind in group.__subclasses__() for each in all_of(kind))]
+groups = all_of(Settings)
+assert len(groups) > 10
+print([each.__name__ for each in groups if each.__pydantic_complete__])
+"""
+
+
+def test_a_command_that_has_no_settings_builds_none() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
