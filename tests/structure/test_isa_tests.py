@@ -1,0 +1,53 @@
+"""What asks for the CPU's own kernels runs with instructions hidden, too (`make test-isa`), or it says here why not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ASKS = re.compile(r"octavo\.model\.cpu|native_library|machine_isa|needs_compiler|\bWeightFormat\b")
+OF_DEVICES = ("gpu", "model/gpu", "model/kernels", "worker/runners/cuda")
+HERE = "structure/test_isa_tests.py"
+NEED_NOT = {
+    "model/cpu/test_isa.py": "goes through the classes of CPUs itself",
+    "model/test_ranks_end.py": "computes nothing",
+    "model/sampling/test_sampler_frequencies.py": "counts which numbers are drawn",
+    "worker/runners/test_deterministic.py": "composes batches; the kernels are tests/model/test_invariant.py's",
+    "worker/loading/test_group_deterministic.py": "composes ranks; the kernels are tests/model/test_invariant.py's",
+    "cli/tools/test_verify.py": "plants mistakes; what is sound within its limits is tests/model/verify's",
+    "cli/serve/test_preflight.py": "refuses flags",
+    "deploy/test_read_only.py": "looks for where files are written",
+    "e2e/test_migration_of_a_model.py": "moves a stream between workers, whatever they compute with",
+    "docs/test_see_for_yourself.py": "hides instructions itself",
+}
+
+
+@pytest.fixture(scope="module")
+def lists(repository: Path) -> tuple[list[str], list[str]]:
+    """What the target runs, and what it leaves out, from the folder of the tests."""
+    text = (repository / "Makefile").read_text().replace("\\\n", " ")
+    found = (re.search(rf"^{name} := (.*)$", text, re.MULTILINE) for name in ("ISA_TESTS", "NO_ISA"))
+    run, left_out = (re.findall(r"tests/([\w/.]+)", match[1]) for match in found if match)
+    return run, left_out
+
+
+def is_in(file: str, places: list[str]) -> bool:
+    return any(Path(file).is_relative_to(place) for place in places)
+
+
+def test_what_asks_for_the_kernels_of_cpus_runs_with_instructions_hidden(
+    repository: Path, lists: tuple[list[str], list[str]]
+) -> None:
+    run, left_out = lists
+    tests = repository / "tests"
+    files = {str(path.relative_to(tests)): path for path in tests.rglob("test_*.py")}
+    asking = {file for file, path in files.items() if file != HERE and ASKS.search(path.read_text())}
+    missing = {file for file in asking if not is_in(file, run) or is_in(file, left_out)}
+    assert {file for file in missing if not is_in(file, list(OF_DEVICES))} <= NEED_NOT.keys()
+
+
+def test_what_is_left_out_says_why(lists: tuple[list[str], list[str]], repository: Path) -> None:
+    run, left_out = lists
+    assert {file for file in left_out if file not in OF_DEVICES} <= NEED_NOT.keys()
+    assert [file for file in NEED_NOT if not (repository / "tests" / file).is_file()] == []
+    assert [file for file in NEED_NOT if is_in(file, run) and file not in left_out] == []
