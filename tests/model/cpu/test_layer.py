@@ -7,6 +7,7 @@ from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu.products import LayerRest, PanelWeight, can_panel, pack_bf16
+from octavo.model.layers import linear
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import WeightFormat
 from tests.support.model.checkpoints import tiny_config
@@ -21,9 +22,15 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 def fused(wanted: WeightFormat, **config: int) -> DecoderLayer:
     """The first layer of a small model, which has been packed and fused."""
     small = ModelConfig.from_dict(tiny_config() | config)
-    model = CausalLM.random(small, seed=1, dtype=torch.bfloat16)
-    model.pack_weights(wanted)
-    return model.decoder_layers[0]
+    return packed(CausalLM.random(small, seed=1, dtype=torch.bfloat16), wanted).decoder_layers[0]
+
+
+def packed(model: CausalLM, wanted: WeightFormat = WeightFormat.BF16) -> CausalLM:
+    """For our own products: with AMX, bf16 weights are oneDNN's, and stages are not fused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "has_amx", lambda: False)
+        model.pack_weights(wanted)
+    return model
 
 
 def one_by_one(layer: DecoderLayer, attended_TC: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -54,8 +61,7 @@ def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_step_of_a_packed_model_goes_through_it() -> None:
     config = ModelConfig.from_dict(tiny_config() | {"hidden_size": 128, "intermediate_size": 256})
-    model = CausalLM.random(config, seed=1, dtype=torch.bfloat16)
-    model.pack_weights()
+    model = packed(CausalLM.random(config, seed=1, dtype=torch.bfloat16))
     outs = []
     for is_fused in (True, False):
         if not is_fused:
