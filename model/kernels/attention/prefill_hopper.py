@@ -15,7 +15,8 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.model.kernels.attention.warp_groups import COLUMNS, KEYS, QUERIES, SMEM, SMEM_OF_QUERIES, attend_kernel
+from octavo.model.kernels.attention.kept_maxima import KEYS, QUERIES
+from octavo.model.kernels.attention.warp_groups import COLUMNS, SMEM, SMEM_OF_QUERIES, attend_kernel
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.precompile import is_compiling
