@@ -242,35 +242,35 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.add_signal_handler(number, _on_signal, service, notice)
-    running = loop.create_task(service.run())
-    for _ in range(TURNS_TO_BEGIN):
-        await asyncio.sleep(0)
-    from octavo.cli.serve.fleet import Fleet, dividing, listening  # while workers import what takes them longest
+    async with service.running() as running:
+        for _ in range(TURNS_TO_BEGIN):
+            await asyncio.sleep(0)
+        from octavo.cli.serve.fleet import Fleet, dividing, listening  # while workers import what takes them longest
 
-    policy = _policy(settings)
-    fleet = Fleet(
-        service,
-        reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
-        make=lambda n, model: kept(_later_worker(layout, n, model)),
-        divide=dividing(settings) if layout.divides_threads else None,
-        make_gateway=later_gateway if settings.cluster_gateways else None,
-        room=site.room,
-        notice=notice,
-    )
-    announcer = asyncio.create_task(_announce(layout, started_s, service, view, fleet))
-    announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
-    tasks = [announcer, asyncio.create_task(listing.keep())]
-    if policy is not None:
-        tasks.append(asyncio.create_task(_autoscale(announcer, fleet, policy, _status_at(layout.plans), notice)))
-    try:
-        async with listening(fleet, supervisor_socket(layout.run_dir)):
-            code = await running
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        listing.remove()
-        view.close()
+        policy = _policy(settings)
+        fleet = Fleet(
+            service,
+            reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
+            make=lambda n, model: kept(_later_worker(layout, n, model)),
+            divide=dividing(settings) if layout.divides_threads else None,
+            make_gateway=later_gateway if settings.cluster_gateways else None,
+            room=site.room,
+            notice=notice,
+        )
+        announcer = asyncio.create_task(_announce(layout, started_s, service, view, fleet))
+        announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
+        tasks = [announcer, asyncio.create_task(listing.keep())]
+        if policy is not None:
+            tasks.append(asyncio.create_task(_autoscale(announcer, fleet, policy, _status_at(layout.plans), notice)))
+        try:
+            async with listening(fleet, supervisor_socket(layout.run_dir)):
+                code = await running
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            listing.remove()
+            view.close()
     if service.failure:
         raise _failure(service, view)
     return code

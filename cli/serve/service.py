@@ -9,7 +9,7 @@ restarts.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -69,6 +69,18 @@ class Service:
     def processes(self) -> tuple[Kept, ...]:
         """All of them, those that are leaving too."""
         return tuple(self._kept)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[int]]:
+        """`run` as a task, which has ended when this has: what fails beside it ends the processes in order. A start of
+        one that is cancelled instead, as the end of the event loop does, may never return (CPython 3.11)."""
+        task = asyncio.create_task(self.run())
+        try:
+            yield task
+        finally:
+            if not task.done():
+                self.advance(Stage.KILLING)
+                await asyncio.wait([task])
 
     async def run(self) -> int:
         """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""

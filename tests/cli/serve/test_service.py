@@ -103,6 +103,26 @@ async def test_a_host_without_room_for_a_process_does_not_end_what_serves(monkey
     assert await running == 0
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_what_fails_beside_a_service_ends_its_processes_however_far_they_are(num_turns: int) -> None:
+    """The event loop ends then, and would cancel the start of a process, which may wait for ever."""
+    stage = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT)
+
+    async def serve() -> None:
+        async with stage.service.running():
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            raise ImportError("half an installation")
+
+    async def in_time() -> None:
+        async with asyncio.timeout(20):
+            await serve()
+
+    with pytest.raises(ImportError, match="half an installation"):
+        asyncio.run(in_time())
+    assert not any(child.is_running for child in stage.children.values())
+
+
 @pytest.mark.parametrize("num_signals", [1, 3])
 async def test_a_signal_while_a_process_is_being_started_reaches_it(
     monkeypatch: pytest.MonkeyPatch, num_signals: int
