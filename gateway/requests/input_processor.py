@@ -24,6 +24,7 @@ from octavo.gateway.models import ServedModels
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
 from octavo.gateway.streams.stream import AtDeadline
+from octavo.gateway.text.errors import TextQueueFull
 from octavo.gateway.text.model_text import Bounds, Encoded, MarkedChat, ModelText
 from octavo.gateway.text.render_pool import Renderer, chat_json
 from octavo.gateway.text.service import Share, TextService
@@ -70,31 +71,32 @@ class ConstraintChecker:
     async def check(self, request: pb.GenerateRequest, *, prefix: str, share: Share) -> Grammar | None:
         """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
         grammar = grammar_of(request)
-        if grammar is None or self._is_known(grammar):
+        if grammar is None:
+            return None
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
             return grammar
+        has_begun = False
+
+        def work() -> None:
+            nonlocal has_begun
+            has_begun = True
+            check_grammar(grammar, self._limits)
+
         try:
-            num_bytes = len(grammar.source)
-            work = self._text.run(lambda: check_grammar(grammar, self._limits), num_bytes=num_bytes, share=share)
             async with asyncio.timeout(self._timeout_s):
-                await work
+                await self._text.run(work, num_bytes=len(grammar.source), share=share)
         except GrammarRefused as refused:
             raise _invalid(request, refused, prefix) from None
         except TimeoutError:
+            if not has_begun:  # others' constraints take all threads: it is not this one's fault
+                raise TextQueueFull(f"constraints wait for more than {self._timeout_s:g} s to be checked") from None
             late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to check")
             raise _invalid(request, late, prefix) from None
-        self._remember(grammar)
-        return grammar
-
-    def _is_known(self, grammar: Grammar) -> bool:
-        if grammar not in self._known:
-            return False
-        self._known.move_to_end(grammar)
-        return True
-
-    def _remember(self, grammar: Grammar) -> None:
         self._known[grammar] = None
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
+        return grammar
 
 
 def grammar_of(request: pb.GenerateRequest) -> Grammar | None:

@@ -10,7 +10,8 @@ import pytest
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.requests import input_processor
 from octavo.gateway.requests.input_processor import ConstraintChecker
-from octavo.gateway.text.service import TextService
+from octavo.gateway.text.errors import TextQueueFull
+from octavo.gateway.text.service import Share, TextService
 from octavo.grammar.limits import GrammarLimits
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.generating import speaking
@@ -88,3 +89,24 @@ async def test_checks_that_take_for_ever_hold_up_nothing_but_constraints(
         over.set()
         await asyncio.gather(*stuck, return_exceptions=True)
     assert answer.finished.usage.completion_tokens == 1
+
+
+async def test_a_constraint_whose_turn_does_not_come_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(input_processor, "check_grammar", lambda grammar, limits: over.wait(60))
+    text = TextService(num_threads=1, max_waiting=8)
+    checker = ConstraintChecker(text, GrammarLimits(), timeout_s=0.2)
+
+    def check(pattern: str) -> "asyncio.Task[object]":
+        request = pb.GenerateRequest(text="a", constraint=pb.Constraint(regex=pattern))
+        return asyncio.create_task(checker.check(request, prefix="", share=Share()))
+
+    held, waiting = check("a+"), check("b+")
+    with pytest.raises(InvalidRequest, match="took longer than"):
+        await held
+    with pytest.raises(TextQueueFull, match="wait for more than"):
+        await waiting
+    over.set()
+    text.close()
