@@ -1,5 +1,6 @@
 """A short soak on real processes: faults of all sorts, nothing violated; and violations that are planted are told."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ QUICK = (
     "kill worker", "kill gateway", "short freeze", "raise", "not a number", "out of memory", "reset connection",
     "garbage connections", "metadata", "hostile frames", "jumping clock", "scrape flood",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def keeps_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has given way cannot take it back: the tests behind these would run so, and their services."""
+    monkeypatch.setattr(os, "nice", lambda increment: increment)
 
 
 @pytest.mark.slow
