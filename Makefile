@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-beside test-computing test-services test-isa test-interop ray test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -37,28 +37,18 @@ check: lint ## style, types and the fast tests, in under a minute on two cores; 
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
 
 # First what only computes, a process a core; then what starts services or looks at the time, two files at once: more may be
-# asked for by ALONE_JOBS=3. BESIDE=1: both at once, which takes two thirds of the time and is for machines that do nothing
-# else. The longest files go first (tests/conftest.py); what each takes is kept, but for RECORD=. With RERUNS=1, as in CI,
-# a test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of seconds is
-# no reason to run half an hour again, but each name there is to be looked into.
+# asked for by ALONE_JOBS=3. The longest files go first (tests/conftest.py). With RERUNS=1, as in CI, a
+# test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of seconds is no
+# reason to run half an hour again, but each name there is to be looked into.
 CORES := $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)'
 CPU_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 8 ? n : 8)))
 ALONE_JOBS ?= 2
 RERUNS ?= 0
-RECORD ?= --record-seconds
 RERUN := --reruns $(RERUNS) -rR
 SPREAD := --dist loadfile --no-loadscope-reorder
-BESIDE ?=
-test: $(if $(BESIDE),test-beside,test-computing test-services) ## the whole CPU suite
-
-test-beside: dev
-	@tests/beside.sh "$(MAKE) test-services RERUNS=$(RERUNS) RECORD=" "$(MAKE) test-computing RERUNS=$(RERUNS) RECORD="
-
-test-computing: dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RECORD) $(RERUN) -n $(CPU_JOBS) $(SPREAD) -m "not gpu and not alone"
-
-test-services: dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RECORD) $(RERUN) -n $(ALONE_JOBS) $(SPREAD) -m "alone and not gpu"
+test: dev ## the whole CPU suite
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds $(RERUN) -n $(CPU_JOBS) $(SPREAD) -m "not gpu and not alone"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds $(RERUN) -n $(ALONE_JOBS) $(SPREAD) -m "alone and not gpu"
 
 # Without kernels for GPUs, which coverage cannot follow, and their tests.
 COVERAGE := --cov --cov-report= --cov-append
@@ -96,10 +86,8 @@ test-interop: dev ## clients and gateways of others against a running service: s
 	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra tests/interop
 
 # With small object stores; each cluster is a head and a few raylets on loopback, up in some five seconds.
-ray: dev
+test-cluster: dev ## a Ray cluster of several raylets on this machine, hosts killed under streams; left out where ray cannot be installed
 	@$(BIN)/python -c 'import ray' 2>/dev/null || $(PIP) install -q -e ./proto -e ".[ray]" >/dev/null 2>&1 || true
-
-test-cluster: ray ## a Ray cluster of several raylets on this machine, hosts killed under streams; left out where ray cannot be installed
 	@if $(BIN)/python -c 'import ray' 2>/dev/null; then \
 		OCTAVO_RAYLETS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra -s tests/cluster; \
 	else echo "left out: ray cannot be installed here"; fi
