@@ -8,7 +8,7 @@ scores and the values of the half before are multiplied:
     matrix units  | QK a | QK b | PV a  | QK a' | PV b  | QK b' | PV a'  |
     weights              | a    | b     | a'            | b'             |
 
-A query that meets scores too far above its maximum has a sum beyond `HEAVIEST`, or infinite: warp_groups.py does its
+A query that meets scores too far above its maximum has a sum beyond `_HEAVIEST`, or infinite: warp_groups.py does its
 tile again, with a maximum of every tile. Must not know: which tiles.
 """
 
@@ -27,7 +27,7 @@ from octavo.model.kernels.gluon import thread_barrier
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
 KEYS = gl.constexpr(128)  # of a tile
 HALF = gl.constexpr(KEYS // 2)
-HEAVIEST = gl.constexpr(2.0**96)  # times a value it is a float32 still, for values up to 2**31
+_HEAVIEST = gl.constexpr(2.0**96)  # times a value it is a float32 still, for values up to 2**31
 
 
 @gluon.jit
@@ -104,3 +104,11 @@ def stream_kept(
                 acc, total, most, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, step, log2_scale, BUFFERS, 1
             )
     return acc, total, step
+
+
+@gluon.jit
+def is_too_heavy(row_total, first, count):
+    """1 where the weights of a query add up to too much, else 0. first: of these, among `count` queries of the tile;
+    rows behind the last one may hold anything."""
+    is_query = first + gl.arange(0, QUERIES, row_total.type.layout) < count
+    return gl.where(gl.max(gl.where(is_query, row_total, 0.0), 0) < _HEAVIEST, 0, 1)

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, merge
-from octavo.model.kernels.attention.kept_maxima import HALF, HEAVIEST, KEYS, QUERIES, in_columns, stream_kept
+from octavo.model.kernels.attention.kept_maxima import HALF, KEYS, QUERIES, in_columns, is_too_heavy, stream_kept
 from octavo.model.kernels.gluon import async_load, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
@@ -205,6 +205,33 @@ def _stream(
 
 
 @gluon.jit
+def _clean(v_tile, v_clean, consumer: gl.constexpr, begin, end, num_cleaned):
+    # Behind the context the values of its block can be anything, NaN as well. Each consumer does half of the tile.
+    H: gl.constexpr = v_tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
+    half = v_tile.slice(consumer * HALF, HALF)
+    is_value = begin + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout)) < end
+    half.store(gl.where(gl.expand_dims(is_value, 1), half.load(layout), 0.0))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(v_clean)
+    mbarrier.wait(v_clean, num_cleaned & 1)
+
+
+@gluon.jit
+def _add_last(acc, weight, v_tiles, v_full, v_free, step, BUFFERS: gl.constexpr):
+    # The values of the tile whose weights are waiting.
+    buffer, phase = step % BUFFERS, (step // BUFFERS) & 1
+    operand = gl.convert_layout(weight.to(v_tiles.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    mbarrier.wait(v_full.index(buffer), phase)
+    acc = warpgroup_mma(operand, v_tiles.index(buffer), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    thread_barrier()
+    mbarrier.arrive(v_free.index(buffer))
+    return acc
+
+
+@gluon.jit
 def _merge_chunk(whole, whole_most, whole_total, acc, most, total):
     total = gl.convert_layout(gl.sum(total, 1), most.type.layout)
     return merge(whole, whole_most, whole_total, acc, most, total)
@@ -224,7 +251,6 @@ def _consume(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    value_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
     q_smem = q_smem._reinterpret(element, [CONSUMERS, QUERIES, H], SMEM).index(consumer)
     k_tiles = k_smem._reinterpret(element, [BUFFERS, KEYS, H], SMEM)
     v_tiles = v_smem._reinterpret(element, [BUFFERS, KEYS, H], SMEM)
@@ -254,7 +280,6 @@ def _consume(
                 position = gl.expand_dims(start + query, 1)
                 buffer, phase = step % BUFFERS, (step // BUFFERS) & 1
 
-                # The last tile may end behind the context, where the values of its block can be anything, NaN as well.
                 mbarrier.wait(q_full.index(consumer), num_done & 1)
                 mbarrier.wait(k_full.index(buffer), phase)
                 zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
@@ -269,16 +294,8 @@ def _consume(
                 weight, most, total, _shrink = _weigh(score, most, total, log2_scale, True)
                 mbarrier.wait(v_full.index(buffer), phase)
                 if begin + KEYS > end:
-                    # Each consumer does half of the tile, and both read all of it.
-                    half = v_tiles.index(buffer).slice(consumer * HALF, HALF)
-                    is_value = begin + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, value_layout)) < end
-                    half.store(gl.where(gl.expand_dims(is_value, 1), half.load(value_layout), 0.0))
-                    fence_async_shared()
-                    thread_barrier()
-                    mbarrier.arrive(v_clean)
-                    mbarrier.wait(v_clean, num_cleaned & 1)
+                    _clean(v_tiles.index(buffer), v_clean, consumer, begin, end, num_cleaned)
                     num_cleaned += 1
-
                 acc = gl.zeros([QUERIES, H], gl.float32, acc_layout)
                 whole = gl.zeros([QUERIES, H], gl.float32, acc_layout)
                 whole_most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
@@ -299,13 +316,7 @@ def _consume(
                         BUFFERS, KEEPS_ORDER, CHUNK, False,
                     )  # fmt: skip
                     mbarrier.arrive(q_free.index(consumer))
-                buffer, phase = (step - 1) % BUFFERS, ((step - 1) // BUFFERS) & 1
-                operand = gl.convert_layout(weight.to(element), gl.DotOperandLayout(0, acc_layout, 2))
-                mbarrier.wait(v_full.index(buffer), phase)
-                acc = warpgroup_mma(operand, v_tiles.index(buffer), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                thread_barrier()
-                mbarrier.arrive(v_free.index(buffer))
+                acc = _add_last(acc, weight, v_tiles, v_full, v_free, step - 1, BUFFERS)
                 if KEPT:
                     acc, total, step = stream_kept(
                         acc, total, most, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, step,
@@ -319,9 +330,7 @@ def _consume(
                     row_total = gl.sum(total, 1)
                     acc = acc * for_rows_of(acc, 1.0 / row_total)
                     if KEPT:
-                        is_query = consumer * QUERIES + gl.arange(0, QUERIES, row_total.type.layout) < count
-                        heaviest = gl.max(gl.where(is_query, row_total, 0.0), 0)
-                        again |= gl.where(heaviest < HEAVIEST, 0, 1) << turn % 32
+                        again |= is_too_heavy(row_total, consumer * QUERIES, count) << turn % 32
                 at = gl.expand_dims((first.to(gl.int64) + m) * N + n, 1) * H + gl.expand_dims(h, 0)
                 gl.store(out_TNH + at, acc.to(element), mask=gl.expand_dims(m < count, 1))
                 num_done += 1
