@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 
 from octavo.model.kernels.attention import prefill_hopper
-from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles
+from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles, prefill_attention_reference
 from octavo.model.kernels.attention.prefill_hopper import attend
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
@@ -124,6 +125,55 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
     return torch.einsum("ntc,cnh->tnh", weight, values_CKH.float().repeat_interleave(group, 1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Paged:
+    """Chunks of prompts, (position, tokens) each: what `attend` takes of them, and by first tokens what it gives."""
+
+    q_TNH: torch.Tensor
+    pools: torch.Tensor
+    table: torch.Tensor
+    tiles: torch.Tensor
+    wanted: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, chunks: list[tuple[int, int]], *, N: int, K: int, S: int, H: int, dtype: torch.dtype, tower: float = 1.0,
+        device: str = "cuda",
+    ) -> "Paged":  # fmt: skip
+        """Pools are NaN where no token was written, and so are two tokens of nobody behind each chunk. tower: by how
+        much seven keys of one head, each row's, are larger than others."""
+        M = max(start + count for start, count in chunks) // S + 3
+        P = M * len(chunks) + 2
+        pools = torch.full((2, P, K, S, H), float("nan"), dtype=dtype, device=device)
+        table = torch.randperm(P, device=device)[: M * len(chunks)].view(len(chunks), M).int()
+        wanted, placed, queries, first = {}, [], [], 0
+        for row, (start, count) in enumerate(chunks):
+            token = torch.arange(start + count, device=device)
+            both = torch.randn(2, len(token), K, H, device=device).to(dtype)
+            both[0, 5 + 20 * row : 12 + 20 * row, row % K] *= tower
+            pools[:, table[row, token // S].long(), :, token % S] = both.transpose(0, 1)
+            q = (torch.randn(count, N, H, device=device) * 2).to(dtype)
+            wanted[first] = dense(q, both[0], both[1], start)
+            queries += [q, torch.full((2, N, H), float("nan"), dtype=dtype, device=device)]
+            placed.append((row, first, start, count))
+            first += count + 2
+        tiles = torch.from_numpy(list_tiles(placed)).to(device)
+        return cls(q_TNH=torch.cat(queries), pools=pools, table=table, tiles=tiles, wanted=wanted)
+
+    def check(self, out_TNH: torch.Tensor) -> None:
+        """Of every chunk, and that rows of nobody stay NaN."""
+        for first, expected in self.wanted.items():
+            behind = first + len(expected)
+            torch.testing.assert_close(out_TNH[first:behind].float(), expected, atol=2e-2, rtol=2e-2)
+            assert out_TNH[behind : behind + 2].isnan().all()
+
+
+def test_what_is_wanted_is_what_the_obvious_reference_gives() -> None:
+    torch.manual_seed(1)
+    paged = Paged.of([(0, 3), (20, 5)], N=4, K=2, S=16, H=8, dtype=torch.float32, tower=30.0, device="cpu")
+    paged.check(prefill_attention_reference(paged.q_TNH, *paged.pools, paged.table, paged.tiles, 8**-0.5))
+
+
 @needs_hopper
 @needs_compiler
 @pytest.mark.parametrize(
@@ -143,24 +193,10 @@ def test_scores_that_tower_above_those_of_the_newest_tokens(
         monkeypatch.setattr(prefill_hopper, "_num_programs", lambda device: num_programs)
     monkeypatch.setattr(prefill_hopper, "LEAST_KEPT", 0)
     torch.manual_seed(H)
-    S, M = 16, max(start + count for start, count in chunks) // 16 + 3
-    table = torch.randperm(M * len(chunks), device="cuda").view(len(chunks), M).int()
-    pools = torch.full((2, M * len(chunks), K, S, H), float("nan"), dtype=torch.bfloat16, device="cuda")
-    wanted, placed, queries, first = [], [], [], 0
-    for row, (start, count) in enumerate(chunks):
-        token = torch.arange(start + count, device="cuda")
-        both = torch.randn(2, len(token), K, H, device="cuda").bfloat16()
-        both[0, 5 + 20 * row : 12 + 20 * row, row % K] *= 300
-        pools[:, table[row, token // S].long(), :, token % S] = both.transpose(0, 1)
-        q = (torch.randn(count, N, H, device="cuda") * 2).bfloat16()
-        wanted.append(dense(q, both[0], both[1], start))
-        queries.append(q)
-        placed.append((row, first, start, count))
-        first += count
-    q_TNH, tiles = torch.cat(queries), torch.from_numpy(list_tiles(placed)).cuda()
-    out = torch.full_like(q_TNH, float("nan"))
-    assert attend(q_TNH, pools[0], pools[1], out, table, tiles, H**-0.5 * LOG2_E)
-    torch.testing.assert_close(out.float(), torch.cat(wanted), atol=2e-2, rtol=2e-2)
+    paged = Paged.of(chunks, N=N, K=K, S=16, H=H, dtype=torch.bfloat16, tower=300.0)
+    out = torch.full_like(paged.q_TNH, float("nan"))
+    assert attend(paged.q_TNH, *paged.pools, out, paged.table, paged.tiles, H**-0.5 * LOG2_E)
+    paged.check(out)
 
 
 @pytest.mark.sanitize(only=lambda num_programs: num_programs is not None)
@@ -194,31 +230,13 @@ def test_attention_equals_the_dense_one(
     N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]], num_programs: int | None,
     overlap: Overlap, least_kept: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Pools are NaN where no token was written, empty tiles are skipped, rows without one stay as they are."""
+    """Empty tiles are skipped, rows without one stay as they are."""
     if num_programs is not None:
         monkeypatch.setattr(prefill_hopper, "_num_programs", lambda device: num_programs)
     monkeypatch.setattr(prefill_hopper, "LEAST_KEPT", least_kept)
     torch.manual_seed(H + S)
-    M = max(start + count for start, count in chunks) // S + 3
-    P = M * len(chunks) + 2
-    pools = torch.full((2, P, K, S, H), float("nan"), dtype=dtype, device="cuda")
-    table = torch.randperm(P, device="cuda")[: M * len(chunks)].view(len(chunks), M).int()
-    wanted, placed, queries, first = [], [], [], 0
-    for row, (start, count) in enumerate(chunks):
-        end = start + count
-        token = torch.arange(end, device="cuda")
-        both = torch.randn(2, end, K, H, device="cuda").to(dtype)
-        pools[:, table[row, token // S].long(), :, token % S] = both.transpose(0, 1)
-        q = (torch.randn(count, N, H, device="cuda") * 2).to(dtype)
-        wanted.append(dense(q, both[0], both[1], start))
-        queries += [q, torch.full((2, N, H), float("nan"), dtype=dtype, device="cuda")]  # tokens of nobody
-        placed.append((row, first, start, count))
-        first += count + 2
-    q_TNH = torch.cat(queries)
-    tiles = torch.from_numpy(list_tiles(placed)).cuda()
-    tiles = torch.cat([tiles, torch.zeros(9, 4, dtype=torch.int32, device="cuda")])
-    out = torch.full_like(q_TNH, float("nan"))
-    assert attend(q_TNH, pools[0], pools[1], out, table, tiles, H**-0.5 * LOG2_E, overlap=overlap)
-    for (_, token, _, count), expected in zip(placed, wanted, strict=True):
-        torch.testing.assert_close(out[token : token + count].float(), expected, atol=2e-2, rtol=2e-2)
-        assert out[token + count : token + count + 2].isnan().all()
+    paged = Paged.of(chunks, N=N, K=K, S=S, H=H, dtype=dtype)
+    tiles = torch.cat([paged.tiles, torch.zeros(9, 4, dtype=torch.int32, device="cuda")])
+    out = torch.full_like(paged.q_TNH, float("nan"))
+    assert attend(paged.q_TNH, *paged.pools, out, paged.table, tiles, H**-0.5 * LOG2_E, overlap=overlap)
+    paged.check(out)
