@@ -319,6 +319,7 @@ def test_inputs_are_taken_to_be_rounded_where_this_cpu_rounds_them(can: bool, mo
 def test_settings_that_no_worker_could_have_are_told_before_anything_is_compared(
     tiny: Path, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("octavo.cli.tools.verify.configure_logs", lambda *args: None)
     monkeypatch.setattr("octavo.cli.tools.verify.verify_checkpoint", Mock(side_effect=AssertionError("it was begun")))
     with pytest.raises(CliError, match=words):
         verify(Served(model=str(tiny), device="cpu", **options), backends=(), num_prompts=1, max_new_tokens=1)

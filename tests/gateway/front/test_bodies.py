@@ -119,7 +119,7 @@ def test_a_whole_surrogate_pair_is_text() -> None:
             for name in ("max_tokens", "min_tokens", "n", "seed", "best_of", "logprobs", "priority")
         ),
         *(({name: False}, name) for name in ("truncate_prompt_tokens", "temperature", "top_k")),
-        *(({name: [5, True]}, f"{name}.1") for name in ("stop_token_ids", "allowed_token_ids")),
+        *(({name: [5, True]}, f"{name}[1]") for name in ("stop_token_ids", "allowed_token_ids")),
         ({"logit_bias": {"5": True}}, "logit_bias"),
         ({"prompt": [5, True]}, "prompt"),
         ({"prompt": [[5], [False]]}, "prompt"),
