@@ -5,7 +5,7 @@ Sequences with one new token (decodes) are read in place by the kernel of model.
 a C compiler). Elsewhere they go through one call of SDPA, padded to the longest context; the G query heads of a KV head
 stand where SDPA expects query positions, so that keys and values are read once per KV head and never repeated.
 Sequences with several new tokens (prefill chunks) get one call each, of model.cpu's kernel where that is faster
-(bf16, a C compiler, no AMX), else of SDPA.
+(bf16, a C compiler), else of SDPA.
 
 Padding never reads a block outside the sequence's own context: it gathers the sequence's first token again and masks
 it, since a NaN in a stranger's block would survive a mask (0 * NaN is NaN).
@@ -23,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from octavo.model.attention.interface import AttentionInputs
 from octavo.model.attention.kv_pool import indexable
 from octavo.model.cpu.ops import chunk_attention, decode_attention, takes, takes_chunks
-from octavo.model.layers.linear import has_amx
 
 
 class SdpaAttention:
@@ -153,7 +152,7 @@ def plan_of(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
 
 def make_plan(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
     """Sort the sequences into decodes and chunks and work out what each gathers."""
-    in_place = takes_chunks(pool_PKBH) and not has_amx()
+    in_place = takes_chunks(pool_PKBH)
     bounds, contexts = inputs.cu_query_lens_S1.tolist(), inputs.context_lens_S.tolist()
     decodes = [s for s in range(len(contexts)) if bounds[s + 1] - bounds[s] == 1]
     chunks = []

@@ -7,7 +7,9 @@ our kernels, and from torch with the libraries in it. These read their variables
 Must not know: torch (it is imported later), tensors.
 """
 
+import ctypes
 import os
+import platform
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -60,6 +62,12 @@ _HIDDEN = {
 """Variables of torch, oneDNN and MKL."""
 
 
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""See arch_prctl(2) and Documentation/arch/x86/xstate.rst of Linux."""
+
+_NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+
+
 class CpuIsaError(ValueError):
     """OCTAVO_CPU_ISA says what there is not, or what this CPU has not. In three parts, as command lines show errors."""
 
@@ -72,13 +80,22 @@ class CpuIsaError(ValueError):
 
 @cache
 def machine_isa() -> Isa:
-    """The class of this CPU, as Linux tells it."""
+    """The class of this CPU, as Linux tells it: with AMX where this process may use its tiles."""
     flags, found = cpu_flags(), Isa.BASELINE
     for isa, added in _ADDED.items():
-        if not flags.issuperset(added):
+        if not flags.issuperset(added) or (isa is Isa.AMX and not _may_use_tiles()):
             break
         found = isa
     return found
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for AMX's tiles, for this process and those that it forks: who uses them without having asked is ended
+    by a signal. False where a kernel before 5.16 does not know of them, or a sandbox refuses."""
+    if platform.machine() != "x86_64":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def cpu_flags() -> frozenset[str]:
@@ -118,7 +135,8 @@ def compiler_flags() -> tuple[str, ...]:
     """For our kernels: everything that the machine has, or up to the bound. Raises CpuIsaError."""
     limit = bound()
     if limit is None:
-        return ("-march=native",)
+        has_tiles_in_vain = machine_isa() is not Isa.AMX and "amx_tile" in cpu_flags()
+        return ("-march=native", *(_NO_TILES if has_tiles_in_vain else ()))
     return (
         "-march=x86-64",
         "-mtune=native",

@@ -1,9 +1,9 @@
-/* Products of a few or many rows with packed weights, for CPUs with AVX512-BF16 and without AMX;
+/* Products of a few or many rows with packed weights, for CPUs with AVX512-BF16, by AMX where that is there, too;
  * matmul_fp32.c is for those without.
  *
- * Weights lie in panels of PANEL outputs, pairs of inputs together: [N / PANEL, K / 2, PANEL, 2]. A tile of up to TILE rows
- * keeps its sums in registers while a panel streams by once. Every sum runs over the inputs in order, whatever the
- * number of rows and threads: a row has the same bits in any batch.
+ * Weights lie in panels of PANEL outputs, pairs of inputs together: [N / PANEL, K / 2, PANEL, 2]. Sums of a few rows stay in
+ * registers while a panel streams by once. Every sum runs over the inputs in order, whatever the number of rows and
+ * threads: a row has the same bits in any batch.
  *
  * Legend: M rows · N outputs (a multiple of PANEL here) · K inputs (even). Must not know: torch, Python.
  */
@@ -15,13 +15,6 @@
 #include "team.h"
 
 #define PANEL 32
-#define TILE 14 /* two sums a row, a pair of weights and one of inputs are 31 of the 32 registers */
-#define FEWEST 4 /* rows of a tile that keep the processor busy: fewer sums wait for themselves */
-#define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted, where the processor by itself is late */
-
-/* How a panel is read. PAIRS_FETCHED: for 8 rows and more, when it comes from memory; slower for fewer, and from caches. */
-enum format { PAIRS, PAIRS_FETCHED, INTEGERS };
-#define FETCHED_ROWS 8
 
 typedef uint16_t bf16;
 
@@ -86,13 +79,28 @@ static inline void reorder(__m512 *low, __m512 *high) { (void)low, (void)high; }
 
 #endif
 
+static inline void widen_panel(const int8_t *from, bf16 *to, int64_t count) {
+    for (int64_t i = 0; i < count; i += 2 * PANEL) {
+        wide_pairs w = widened(from + i);
+        __m512 low = (__m512)w.low, high = (__m512)w.high;
+        reorder(&low, &high);
+        _mm512_storeu_ps(to + i, low);
+        _mm512_storeu_ps(to + i + PANEL, high);
+    }
+}
+
 /* ---------------------------------------------------------------- products */
 
-static inline __m512bh pair_of(const bf16 *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
+typedef struct {
+    const bf16 *x;
+    const void *panels;
+    int is_int8;
+    const float *scale, *bias;
+    void *out;
+    int is_wide;
+    int64_t M, N, K;
+    bf16 *scratch; /* a widened panel for each seat, where there are more than FEW rows of integers */
+} product;
 
 /* Where a panel's sums go: rows N apart in `out` (bf16, or fp32 of the same values where is_wide), from its first column
  * on, of which width (at most PANEL) are there. scale, bias: the panel's. */
@@ -102,6 +110,11 @@ typedef struct {
     int64_t column, N, width;
     int is_wide;
 } target;
+
+static inline target target_of(const product *all, int64_t p) {
+    int64_t column = p * PANEL;
+    return (target){all->scale + column, all->bias + column, all->out, column, all->N, all->N - column, all->is_wide};
+}
 
 static inline void put(const target *to, int64_t m, int first, __m512 sum) {
     int64_t width = to->width - first, at = m * to->N + to->column + first;
@@ -116,112 +129,30 @@ static inline void put(const target *to, int64_t m, int first, __m512 sum) {
     }
 }
 
-static inline wide_pairs weights_at(const void *panel, const enum format format, int64_t index) {
-    if (format == INTEGERS) {
-        const int8_t *integers = (const int8_t *)panel + index;
-        _mm_prefetch(integers + AHEAD, _MM_HINT_T1);
-        return widened(integers);
-    }
-    const bf16 *from = (const bf16 *)panel + index;
-    if (format == PAIRS_FETCHED) {
-        _mm_prefetch(from + AHEAD, _MM_HINT_T1);
-        _mm_prefetch(from + AHEAD + PANEL, _MM_HINT_T1);
-    }
-    return (wide_pairs){(__m512bh)_mm512_loadu_si512(from), (__m512bh)_mm512_loadu_si512(from + PANEL)};
-}
+#ifdef __AMX_BF16__
+#include "panels_amx.h"
+#else
+#include "panels_bf16.h"
+#endif
 
-/* Rows from m on. rows, format: constants where this is called, so that the sums are registers. */
-static inline __attribute__((always_inline)) void tile(const int rows, const enum format format, const bf16 *x,
-                                                       int64_t K, const void *panel, int64_t m, const target *to) {
-    __m512 low[TILE], high[TILE];
-    for (int r = 0; r < rows; r++) low[r] = high[r] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < K; k += 2) {
-        wide_pairs w = weights_at(panel, format, k * PANEL);
-        for (int r = 0; r < rows; r++) {
-            __m512bh pair = pair_of(x + (m + r) * K + k);
-            low[r] = _mm512_dpbf16_ps(low[r], w.low, pair);
-            high[r] = _mm512_dpbf16_ps(high[r], w.high, pair);
-        }
+const char *octavo_arithmetic(void) { return ARITHMETIC; }
+
+static void multiply_integers(const product *all, int64_t p, bf16 *scratch) {
+    if (!scratch) {
+        times_integers(all, p);
+        return;
     }
-    for (int r = 0; r < rows; r++) {
-        if (format == INTEGERS) reorder(&low[r], &high[r]);
-        put(to, m + r, 0, low[r]);
-        put(to, m + r, 16, high[r]);
-    }
-}
-
-/* Up to TILE rows times one panel: few rows, or after the first have brought it to the caches. */
-static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, int64_t m, const target *to) {
-    switch (rows) {
-#define CASE(n) case n: tile(n, PAIRS, x, K, panel, m, to); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
-    }
-}
-
-/* FETCHED_ROWS to TILE rows times one panel that lies in memory. */
-static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, const target *to) {
-    switch (rows) {
-#define FAR_CASE(n) case n: tile(n, PAIRS_FETCHED, x, K, panel, 0, to); break;
-        FAR_CASE(8) FAR_CASE(9) FAR_CASE(10) FAR_CASE(11) FAR_CASE(12) FAR_CASE(13) FAR_CASE(14)
-    }
-}
-
-/* So few rows that widening the integers as they come is cheaper than doing it once for all rows. */
-#define FEW (2 * TILE)
-
-static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const void *panel, int64_t m,
-                                const target *to) {
-    switch (rows) {
-#define FEW_CASE(n) case n: tile(n, INTEGERS, x, K, panel, m, to); break;
-        FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) FEW_CASE(5) FEW_CASE(6)
-        FEW_CASE(7) FEW_CASE(8) FEW_CASE(9) FEW_CASE(10) FEW_CASE(11) FEW_CASE(12) FEW_CASE(13) FEW_CASE(14)
-    }
-}
-
-static inline void widen_panel(const int8_t *from, bf16 *to, int64_t count) {
-    for (int64_t i = 0; i < count; i += 2 * PANEL) {
-        wide_pairs w = widened(from + i);
-        __m512 low = (__m512)w.low, high = (__m512)w.high;
-        reorder(&low, &high);
-        _mm512_storeu_ps(to + i, low);
-        _mm512_storeu_ps(to + i + PANEL, high);
-    }
-}
-
-const char *octavo_arithmetic(void) { return "AVX512-BF16"; }
-
-typedef struct {
-    const bf16 *x;
-    const void *panels;
-    int is_int8;
-    const float *scale, *bias;
-    void *out;
-    int is_wide;
-    int64_t M, N, K;
-    bf16 *scratch; /* a widened panel for each seat, where there are many rows of integers */
-} product;
-
-static void multiply_panel(const product *all, int64_t p, bf16 *scratch) {
-    int64_t M = all->M, K = all->K, column = p * PANEL;
-    const bf16 *panel = (const bf16 *)all->panels + column * K;
-    const int8_t *integers = (const int8_t *)all->panels + column * K;
-    target to = {all->scale + column, all->bias + column, all->out, column, all->N, all->N - column, all->is_wide};
-    int is_few = all->is_int8 && !scratch;
-    if (scratch) widen_panel(integers, scratch, K * PANEL), panel = scratch;
-    for (int64_t m = 0, rows; m < M; m += rows) {
-        int64_t left = M - m, are_alike = m && left > TILE && left < TILE + FEWEST; /* the last two tiles */
-        rows = are_alike ? (left + 1) / 2 : left < TILE ? left : TILE;
-        int is_far = m == 0 && !scratch && rows >= FETCHED_ROWS;
-        if (is_few) few_rows_times_int8(rows, all->x, K, integers, m, &to);
-        else if (is_far) rows_times_far_panel(rows, all->x, K, panel, &to);
-        else rows_times_panel(rows, all->x, K, panel, m, &to);
-    }
+    widen_panel((const int8_t *)all->panels + p * PANEL * all->K, scratch, all->K * PANEL);
+    times_widened(all, scratch, p);
 }
 
 static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
     const product *all = context;
     bf16 *scratch = all->scratch ? all->scratch + seat * all->K * PANEL : 0;
-    for (int64_t p = first; p < end; p++) multiply_panel(all, p, scratch);
+    begin_panels(all->M);
+    if (!all->is_int8) times_panels(all, first, end);
+    for (int64_t p = first; all->is_int8 && p < end; p++) multiply_integers(all, p, scratch);
+    end_panels();
 }
 
 /* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:

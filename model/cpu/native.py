@@ -19,7 +19,9 @@ from octavo.model.cache_folder import VARIABLE, cache_folder, require_executable
 from octavo.model.cpu.isa import compiler_flags
 
 _UNITS = "team kernels decode matmul matmul_fp32 matmul_int8 prefill invariant largest layer"
-_INCLUDED = "team vectors lanes dots_x86 dots_neon spans_bf16 spans_fp32 heads_bf16 heads_fp32"
+_INCLUDED = (
+    "team vectors lanes dots_x86 dots_neon tiles_amx panels_amx panels_bf16 spans_bf16 spans_fp32 heads_bf16 heads_fp32"
+)
 SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in _UNITS.split())
 HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in _INCLUDED.split())
 _FLAGS = (

@@ -28,6 +28,7 @@ static void attend_tile(const bf16 *q, int64_t rows, int64_t stride, int64_t fir
     operand q_MH[TILE * MOST_DIM], weight[TILE * SPAN];
     float score[TILE * SPAN], sum[TILE * MOST_DIM], top[TILE], total[TILE] = {0}, shrink[TILE];
     memset(q_MH, 0, sizeof q_MH);
+    if (rows < TILE) memset(weight, 0, sizeof weight), memset(shrink, 0, sizeof shrink);
     memset(sum, 0, sizeof sum);
     for (int64_t m = 0; m < rows; m++) take_row(q + m * stride, H, q_MH + m * H);
     for (int m = 0; m < TILE; m++) top[m] = -INFINITY;
@@ -35,8 +36,8 @@ static void attend_tile(const bf16 *q, int64_t rows, int64_t stride, int64_t fir
         int64_t left = first + rows - start, num_panels = ((left < SPAN ? left : SPAN) + PANEL - 1) / PANEL;
         int64_t width = num_panels * PANEL;
         score_span(q_MH, keys + start * H, H, num_panels, factor, score);
-        for (int64_t m = 0; m < TILE; m++) {
-            int64_t seen = first + (m < rows ? m : rows - 1) + 1 - start;
+        for (int64_t m = 0; m < rows; m++) {
+            int64_t seen = first + m + 1 - start;
             shrink[m] = soften_span(score + m * SPAN, seen < width ? seen : width, width, top + m, total + m,
                                     weight + m * SPAN);
         }
@@ -73,11 +74,13 @@ static void attend_some(void *context, int64_t first, int64_t end, int seat) {
     const chunk *all = context;
     int64_t N = all->N, H = all->H, each = all->num_panels * PANEL * H;
     (void)seat;
+    begin_spans();
     for (int64_t job = first; job < end; job++) {
         int64_t n = job % N, k = n / (N / all->K), row = (all->tiles - 1 - job / N) * TILE; /* the longest first */
         attend_tile(all->q + (row * N + n) * H, all->Q - row < TILE ? all->Q - row : TILE, N * H, all->C - all->Q + row,
                     all->keys + k * each, all->values + k * each, H, all->factor, all->out + (row * N + n) * H);
     }
+    end_spans();
 }
 
 /* q, out: [Q, N, H]; the new tokens are the last Q of the context. Returns 0, or 1 without memory. */

@@ -1,5 +1,5 @@
-/* Attention over a span of positions by AVX512-BF16: what prefill.c is made of. Pairs of what is summed over lie
- * together, and a softmax's weights are bf16. Must not know: blocks, chunks.
+/* Attention over a span of positions by AVX512-BF16, and by AMX where that is there: what prefill.c is made of. Pairs of
+ * what is summed over lie together, and a softmax's weights are bf16. Must not know: blocks, chunks.
  */
 
 #ifndef OCTAVO_SPANS_H
@@ -7,7 +7,13 @@
 
 #include <immintrin.h>
 
+#ifdef __AMX_BF16__
+#include "tiles_amx.h"
+#define TILE BLOCK_ROWS
+#else
 #define TILE 12 /* rows whose sums are registers */
+#endif
+
 #define PER_SCALE 1.44269504088896341f /* scores are exponents of two */
 
 typedef bf16 operand;
@@ -29,6 +35,41 @@ static inline void lay_out_value(const bf16 *from, int64_t H, int64_t j, operand
     operand *row = panel + j / 2 * 2 * H + j % 2;
     for (int64_t h = 0; h < H; h++) row[2 * h] = from ? from[h] : 0;
 }
+
+#ifdef __AMX_BF16__
+
+static inline void begin_spans(void) { tiles_begin(TILE); }
+
+static inline void end_spans(void) { tiles_end(); }
+
+static void score_span(const bf16 *q, const bf16 *keys, int64_t H, int64_t num_panels, float factor, float *score) {
+    __m512 by = _mm512_set1_ps(factor);
+    tile_operand x = {q, 2 * H};
+    for (int64_t p = 0; p < num_panels; p++) {
+        float *to = score + p * PANEL;
+        sum_tiles(1, 0, 0, 0, x, TILE, (tile_operand){keys + p * PANEL * H, 4 * PANEL}, H, to, SPAN);
+        for (float *row = to; row < to + TILE * SPAN; row += SPAN) {
+            _mm512_storeu_ps(row, _mm512_mul_ps(_mm512_loadu_ps(row), by));
+            _mm512_storeu_ps(row + 16, _mm512_mul_ps(_mm512_loadu_ps(row + 16), by));
+        }
+    }
+}
+
+static void mix_span(const bf16 *weight, const bf16 *values, int64_t H, int64_t width, const float shrink[TILE],
+                     float *sum) {
+    for (int m = 0; m < TILE; m++)
+        for (int64_t h = m * H; h < (m + 1) * H; h += 16)
+            _mm512_storeu_ps(sum + h, _mm512_mul_ps(_mm512_loadu_ps(sum + h), _mm512_set1_ps(shrink[m])));
+    for (int64_t h = 0; h < H; h += PANEL)
+        sum_tiles(1, 0, 1, 0, (tile_operand){weight, 2 * SPAN}, TILE, (tile_operand){values + 2 * h, 4 * H}, width,
+                  sum + h, H);
+}
+
+#else
+
+static inline void begin_spans(void) {}
+
+static inline void end_spans(void) {}
 
 /* low, high += rows of x times 32 outputs; step: from one pair of inputs to the next. */
 static inline __attribute__((always_inline)) void add_products(const bf16 *x, int64_t stride_x, int64_t pairs,
@@ -59,6 +100,24 @@ static void score_span(const bf16 *q, const bf16 *keys, int64_t H, int64_t num_p
         }
     }
 }
+
+static void mix_span(const bf16 *weight, const bf16 *values, int64_t H, int64_t width, const float shrink[TILE],
+                     float *sum) {
+    for (int64_t h = 0; h < H; h += PANEL) {
+        __m512 low[TILE], high[TILE];
+        for (int m = 0; m < TILE; m++) {
+            low[m] = _mm512_mul_ps(_mm512_loadu_ps(sum + m * H + h), _mm512_set1_ps(shrink[m]));
+            high[m] = _mm512_mul_ps(_mm512_loadu_ps(sum + m * H + h + 16), _mm512_set1_ps(shrink[m]));
+        }
+        add_products(weight, SPAN, width / 2, values + 2 * h, 2 * H, low, high);
+        for (int m = 0; m < TILE; m++) {
+            _mm512_storeu_ps(sum + m * H + h, low[m]);
+            _mm512_storeu_ps(sum + m * H + h + 16, high[m]);
+        }
+    }
+}
+
+#endif
 
 /* Two to the x for x <= 0, to about 2e-6 of it; not a number stays that. */
 static inline __m512 exp2_of(__m512 x) {
@@ -95,22 +154,6 @@ static float soften_span(const float *score, int64_t seen, int64_t width, float 
     *total = *total * shrink + _mm512_reduce_add_ps(sums);
     *top = now;
     return shrink;
-}
-
-static void mix_span(const bf16 *weight, const bf16 *values, int64_t H, int64_t width, const float shrink[TILE],
-                     float *sum) {
-    for (int64_t h = 0; h < H; h += PANEL) {
-        __m512 low[TILE], high[TILE];
-        for (int m = 0; m < TILE; m++) {
-            low[m] = _mm512_mul_ps(_mm512_loadu_ps(sum + m * H + h), _mm512_set1_ps(shrink[m]));
-            high[m] = _mm512_mul_ps(_mm512_loadu_ps(sum + m * H + h + 16), _mm512_set1_ps(shrink[m]));
-        }
-        add_products(weight, SPAN, width / 2, values + 2 * h, 2 * H, low, high);
-        for (int m = 0; m < TILE; m++) {
-            _mm512_storeu_ps(sum + m * H + h, low[m]);
-            _mm512_storeu_ps(sum + m * H + h + 16, high[m]);
-        }
-    }
 }
 
 /* out = sum / total. */

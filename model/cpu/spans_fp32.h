@@ -12,6 +12,10 @@
 
 typedef float operand;
 
+static inline void begin_spans(void) {}
+
+static inline void end_spans(void) {}
+
 /* As it is multiplied. */
 static inline void take_row(const bf16 *from, int64_t H, operand *to) {
     for (int64_t h = 0; h < H; h++) to[h] = widen1(from[h]);

@@ -1,8 +1,8 @@
 """The one place where matrices are multiplied with weights, so that packing them for a device touches nothing else.
 
-On a CPU, bf16 weights are packed once: for our own products (model.cpu) where there is a C compiler and no AMX, else by
-oneDNN into its own layout. Both read the few rows of a decode step much faster than ``F.linear`` (bench/RESULTS.md).
-Ours multiply by AVX512-BF16, or in fp32 where the CPU has no bf16 instructions. fp32 weights stay as they are: there,
+On a CPU, bf16 weights are packed once: for our own products (model.cpu) where there is a C compiler, else by oneDNN
+into its own layout. Both read the few rows of a decode step much faster than ``F.linear`` (bench/RESULTS.md). Ours
+multiply by AMX or AVX512-BF16, or in fp32 where the CPU has no bf16 instructions. fp32 weights stay as they are: there,
 equality with other implementations is worth more.
 
 Must not know: what the matrices mean.
@@ -11,14 +11,12 @@ Must not know: what the matrices mean.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from octavo.model.cpu.isa import bound
 from octavo.model.cpu.native import integer_arithmetic, kernels_arithmetic, native_library, why_missing
 from octavo.model.cpu.products import (
     Layout,
@@ -142,7 +140,7 @@ class Linear(nn.Module):
         if self.panels is not None:
             return f"own kernels ({kernels_arithmetic()})"
         if isinstance(self._packed, OneDnnWeight):
-            return "oneDNN (AMX)" if has_amx() else f"oneDNN, slower: {why_missing() or 'OCTAVO_NATIVE is off'}"
+            return f"oneDNN, slower: {why_missing() or 'OCTAVO_NATIVE is off'}"
         return ""
 
     @property
@@ -170,18 +168,11 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat
         if wanted is WeightFormat.INT8 and multiplies_integers():
             return pack_int8_rounding(weight, bias)
         return pack_int8(weight, bias)
-    if can_panel(weight) and not has_amx():
+    if can_panel(weight):
         return pack_bf16(weight, bias)
     if can_pack(weight):
         return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
     return None
-
-
-@cache
-def has_amx() -> bool:
-    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do, and may. Once for a process,
-    as oneDNN itself decides."""
-    return bound() is None and bool(torch.cpu._is_amx_tile_supported())
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu import isa, native, ops, products
 from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
 from octavo.model.cpu.products import Layout, PanelWeight, multiplies_integers, pack_bf16, pack_int8, pack_int8_rounding
-from octavo.model.layers.linear import WeightFormat, has_amx, packed
+from octavo.model.layers.linear import WeightFormat, packed
 from octavo.model.quantization.rounding import round_inputs
 from tests.model import test_invariant
 from tests.model.cpu import test_largest, test_layer, test_ops, test_prefill
@@ -51,8 +51,23 @@ def no_bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 )
 def test_a_class_has_all_of_its_instructions(flags: str, expected: Isa, no_bound: pytest.MonkeyPatch) -> None:
     no_bound.setattr(isa, "cpu_flags", lambda: frozenset(flags.split()))
+    no_bound.setattr(isa, "_may_use_tiles", lambda: True)
     assert isa.machine_isa() is isa.cpu_isa() is expected
-    assert isa.compiler_flags() == ("-march=native",)
+    assert isa.compiler_flags()[0] == "-march=native"
+    assert ("-mno-amx-tile" in isa.compiler_flags()) is ("amx_tile" in flags and expected is not Isa.AMX)
+
+
+def test_a_process_that_may_not_use_tiles_computes_without_them(no_bound: pytest.MonkeyPatch) -> None:
+    """A kernel of Linux before 5.16, or a sandbox: an instruction of AMX would end the process by a signal."""
+    everything = frozenset(f"{AVX2} {AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8".split())
+    no_bound.setattr(isa, "cpu_flags", lambda: everything)
+    no_bound.setattr(isa, "_may_use_tiles", lambda: False)
+    assert isa.machine_isa() is Isa.BF16
+    assert isa.compiler_flags() == ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+    if isa.bound() is None:
+        no_bound.setenv(isa.VARIABLE, "amx")
+        with pytest.raises(isa.CpuIsaError, match="but this CPU has bf16"):
+            isa.cpu_isa()
 
 
 def test_a_bound_hides_what_is_better_from_the_compiler_and_from_torch(no_bound: pytest.MonkeyPatch) -> None:
@@ -163,13 +178,13 @@ def of_class(
 
 def forget_the_class() -> None:
     native.native_library.cache_clear()
-    has_amx.cache_clear()
 
 
 def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:
     arithmetic = {"portable": "vectors of 4", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512"}
     arithmetic |= {"avx2 with vnni": "AVX2"} | dict.fromkeys(FOREIGN, "NEON")
-    assert native.kernels_arithmetic().startswith(arithmetic.get(of_class, "AVX512-BF16"))
+    arithmetic |= {"bf16": "AVX512-BF16", "amx": "AMX"}
+    assert native.kernels_arithmetic().startswith(arithmetic[of_class])
     for num_in, num_out in ((64, 48), (100, 37), (2, 1), (514, 33)):
         weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
         x = torch.randn(510, num_in).bfloat16()
@@ -303,7 +318,7 @@ def test_a_packed_model_steps_as_the_plain_one(of_class: str) -> None:
 
     plain, packed = random_model(torch.bfloat16), random_model(torch.bfloat16)
     packed.pack_weights()
-    assert packed.lm_head.panels is not None or isa.cpu_isa() is Isa.AMX
+    assert packed.lm_head.panels is not None
     ids = list(range(40))
     expected_V = dense_logits(plain, torch.tensor(ids))[-1]
     sequences = PagedSequences(packed, get_backend("sdpa"), num_sequences=1, max_tokens=64, block_size=4)

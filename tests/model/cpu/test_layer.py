@@ -7,7 +7,6 @@ from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu.products import LayerRest, PanelWeight, can_panel, pack_bf16
-from octavo.model.layers import linear
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import WeightFormat
 from tests.support.model.checkpoints import tiny_config
@@ -26,10 +25,7 @@ def fused(wanted: WeightFormat, **config: int) -> DecoderLayer:
 
 
 def packed(model: CausalLM, wanted: WeightFormat = WeightFormat.BF16) -> CausalLM:
-    """For our own products: with AMX, bf16 weights are oneDNN's, and stages are not fused."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "has_amx", lambda: False)
-        model.pack_weights(wanted)
+    model.pack_weights(wanted)
     return model
 
 

@@ -76,7 +76,7 @@ def test_decodes_read_their_own_blocks_and_nothing_else(
     table_SM = torch.randperm(len(contexts) * width, generator=torch.Generator().manual_seed(4)).int().view(-1, width)
     k_pool, v_pool = torch.full((2, table_SM.numel(), num_kv_heads, block_size, head_dim), NAN).bfloat16()
     q_SNH, expected_SNH, allowed_SNH = 3 * normal(len(contexts), num_heads, head_dim), [], []
-    weight_error = 2**-9 if kernels_arithmetic() == "AVX512-BF16" else 0.0  # there they are bf16
+    weight_error = 2**-9 if kernels_arithmetic() in ("AVX512-BF16", "AMX") else 0.0  # there they are bf16
     for s, context in enumerate(contexts):
         keys_CKH, values_CKH = normal(context, num_kv_heads, head_dim, seed=s), normal(context, num_kv_heads, head_dim)
         position_C = torch.arange(context)

@@ -110,16 +110,15 @@ def test_what_the_kernel_does_not_take_is_refused_by_name() -> None:
     assert not takes_chunks(normal(1, 1, 16, 288))
 
 
-@pytest.mark.parametrize("has_tiles", [True, False])
-def test_a_cpu_with_amx_attends_by_sdpa_and_one_without_by_our_own(
-    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("octavo.model.attention.sdpa.has_amx", lambda: has_tiles)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_chunks_are_read_in_place_where_there_are_kernels(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("octavo.model.attention.sdpa.takes_chunks", lambda pool_PKBH: False)
     k_pool, v_pool, table_M = make_cache(40, 2, 64, 16)
     q_QNH = normal(8, 14, 64)
     _, inputs = make_inputs([table_M.tolist()[:3]], [32], [8], block_size=16)
     (chunk,) = make_plan(inputs, k_pool).chunks
-    assert (chunk.gathered is not None) is has_tiles
+    assert (chunk.gathered is None) is has_kernels
     found_QNH = attend_chunk(q_QNH, k_pool, v_pool, chunk, 0.125)
     expected_QNH = reference(q_QNH, k_pool, v_pool, table_M, 0.125, 40)
     torch.testing.assert_close(found_QNH.double(), expected_QNH, rtol=2**-7, atol=4e-3)

@@ -167,13 +167,14 @@ def test_integers_of_what_is_not_bf16_are_refused() -> None:
 
 
 @needs_panels
-@pytest.mark.parametrize(("has_tiles", "layout"), [(True, OneDnnWeight), (False, PanelWeight)])
-def test_a_cpu_with_amx_multiplies_by_onednn_and_one_without_by_our_own(
-    has_tiles: bool, layout: type, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("has_compiler", "layout"), [(False, OneDnnWeight), (True, PanelWeight)])
+def test_without_a_compiler_bf16_is_multiplied_by_onednn(
+    has_compiler: bool, layout: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.model.layers.linear.has_amx", lambda: has_tiles)
-    if has_tiles and not can_pack(torch.ones(2, 2).bfloat16()):
-        pytest.skip("this CPU, or what is left of it, is none for oneDNN's bf16")
+    if not has_compiler:
+        monkeypatch.setattr("octavo.model.layers.linear.can_panel", lambda weight_NK: False)
+        if not can_pack(torch.ones(2, 2).bfloat16()):
+            pytest.skip("this CPU, or what is left of it, is none for oneDNN's bf16")
     weight, x = (torch.randn(48, 64) * 0.1).bfloat16(), torch.randn(130, 64).bfloat16()
     found = packed(weight, None, WeightFormat.BF16)
     assert found is not None

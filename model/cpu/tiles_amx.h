@@ -1,0 +1,125 @@
+/* Sums of products in the tiles of AMX, up to 32 rows times 32 outputs at a time: what matmul.c and spans_amx.h are made
+ * of. Weights lie as everywhere here, 32 outputs' pairs of inputs together, which is what tiles want: their rows are every
+ * other 64 bytes. Every sum runs over the inputs in order. That this process may use tiles is asked by isa.py.
+ * Must not know: scales, where sums go.
+ */
+
+#ifndef OCTAVO_TILES_AMX_H
+#define OCTAVO_TILES_AMX_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define TILE_ROWS 16
+#define BLOCK_ROWS (2 * TILE_ROWS)
+#define BLOCK_OUTPUTS 32
+#define TILE_INPUTS 32
+#define TILE_AHEAD 4096 /* bytes of weights that are fetched before they are wanted */
+
+/* Instructions by themselves: gcc 12 leaves out a configuration that it takes for unused. */
+#define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define TILE_LOAD(t, from, step) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"((int64_t)(step)) : "memory")
+#define TILE_STORE(t, to, step) \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(step)) : "memory")
+#define TILE_MULTIPLY(sums, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sums ::)
+
+/* As the instruction reads it. Tiles 0 to 3 are sums, of rows by outputs; 4 and 5 rows; 6 and 7 weights. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} tile_config;
+
+/* Before the first sums of a thread, and where the number of rows, at most BLOCK_ROWS, is another one. */
+static inline void tiles_begin(int64_t rows) {
+    tile_config config = {.palette = 1};
+    int64_t first = rows < TILE_ROWS ? rows : TILE_ROWS, second = rows - first;
+    const int64_t of[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
+    for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)of[t], config.bytes[t] = of[t] ? 64 : 0;
+    __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory");
+}
+
+/* After the last: what a thread holds in tiles is saved whenever another one gets its processor. */
+static inline void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
+
+/* A matrix of which a block is read or written; step: bytes from one row to the next, of weights from one pair of inputs
+ * to the next. */
+typedef struct {
+    const uint16_t *at;
+    int64_t step;
+} tile_operand;
+
+static inline __attribute__((always_inline)) void add_step(const int has_second, tile_operand x, tile_operand w) {
+    TILE_LOAD(6, w.at, w.step);
+    TILE_LOAD(4, x.at, x.step);
+    TILE_MULTIPLY(0, 4, 6);
+    TILE_LOAD(7, w.at + BLOCK_OUTPUTS, w.step);
+    TILE_MULTIPLY(1, 4, 7);
+    if (!has_second) return;
+    TILE_LOAD(5, (const char *)x.at + TILE_ROWS * x.step, x.step);
+    TILE_MULTIPLY(2, 5, 6);
+    TILE_MULTIPLY(3, 5, 7);
+}
+
+/* Makes pairs of bf16 of `count` other numbers, which are half as wide. */
+typedef void (*tile_widen)(const int8_t *from, uint16_t *to, int64_t count);
+
+/* sums = x @ w.T over K inputs, or with is_more added to what is there. has_second: more than TILE_ROWS rows; is_far: the
+ * weights come from memory; widen: what makes them pairs as they come, or 0 where they are. All of these are constants where
+ * this is called. sums: rows of `step` floats. */
+static inline __attribute__((always_inline)) void sum_tiles(const int has_second, const int is_far, const int is_more,
+                                                            const tile_widen widen, tile_operand x, int64_t rows,
+                                                            tile_operand w, int64_t K, float *sums, int64_t step) {
+    const int64_t step_numbers = TILE_INPUTS * BLOCK_OUTPUTS, pair_bytes = 4 * BLOCK_OUTPUTS;
+    uint16_t widened[2][TILE_INPUTS * BLOCK_OUTPUTS] __attribute__((aligned(64))); /* by turns: one is read still */
+    float *second = sums + TILE_ROWS * step;
+    int64_t bytes = 4 * step, whole = K - K % TILE_INPUTS;
+    if (is_more) {
+        TILE_LOAD(0, sums, bytes);
+        TILE_LOAD(1, sums + 16, bytes);
+        if (has_second) {
+            TILE_LOAD(2, second, bytes);
+            TILE_LOAD(3, second + 16, bytes);
+        }
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (has_second) {
+            TILE_ZERO(2);
+            TILE_ZERO(3);
+        }
+    }
+    tile_operand x_k = x, w_k = w;
+    for (int64_t k = 0; k < whole; k += TILE_INPUTS) {
+        if (is_far)
+            for (int64_t line = 0; line < step_numbers * (widen ? 1 : 2); line += 64)
+                __builtin_prefetch((const char *)w_k.at + TILE_AHEAD + line, 0, 2);
+        if (widen) {
+            uint16_t *pairs = widened[k / TILE_INPUTS % 2];
+            widen((const int8_t *)w_k.at, pairs, step_numbers);
+            add_step(has_second, x_k, (tile_operand){pairs, pair_bytes});
+        } else {
+            add_step(has_second, x_k, w_k);
+        }
+        x_k.at += TILE_INPUTS;
+        w_k.at = (const uint16_t *)((const char *)w_k.at + TILE_INPUTS / 2 * w.step);
+    }
+    if (whole < K) { /* what is left, with zeros behind */
+        uint16_t x_rest[BLOCK_ROWS * TILE_INPUTS] = {0}, w_rest[TILE_INPUTS * BLOCK_OUTPUTS] = {0};
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(x_rest + r * TILE_INPUTS, (const char *)x_k.at + r * x.step, (size_t)(K - whole) * 2);
+        if (widen) widen((const int8_t *)w_k.at, w_rest, (K - whole) * BLOCK_OUTPUTS);
+        for (int64_t pair = 0; !widen && pair < (K - whole) / 2; pair++)
+            memcpy(w_rest + pair * 2 * BLOCK_OUTPUTS, (const char *)w_k.at + pair * w.step, (size_t)pair_bytes);
+        add_step(has_second, (tile_operand){x_rest, 2 * TILE_INPUTS}, (tile_operand){w_rest, pair_bytes});
+    }
+    TILE_STORE(0, sums, bytes);
+    TILE_STORE(1, sums + 16, bytes);
+    if (has_second) {
+        TILE_STORE(2, second, bytes);
+        TILE_STORE(3, second + 16, bytes);
+    }
+}
+
+#endif
