@@ -99,13 +99,13 @@ class Gateway:
         self.submitter = Submitter(self._collaborators, receipt_timeout_s=config.stop_receipt_timeout_s)
         self.embedder = Embedder(self._collaborators)
         self.reloader = AccessReloader(config.access)
-        self._limiter = ConnectionLimiter(
-            connection_limits(config.connection, descriptor_limit()), self.tracker.connections
-        )
+        limits = connection_limits(config.connection, descriptor_limit())
+        self._limiter = ConnectionLimiter(limits, self.tracker.connections)
         self.collector = GatewayCollector(
             self.meters,
             self.pool.stats,
             reloads=self.reloader.reloads,
+            expiries=self.reloader.expiries,
             connections=self._limiter,
             spans=None if tracing is None else tracing.counts,
         )
