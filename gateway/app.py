@@ -44,7 +44,7 @@ from octavo.gateway.servicers.admin import AdminServicer
 from octavo.gateway.servicers.inference import InferenceServicer
 from octavo.gateway.servicers.load import LoadServicer
 from octavo.gateway.servicers.model import ModelServicer
-from octavo.gateway.text.render_pool import Renderer, RenderPool
+from octavo.gateway.text.process_pool import Renderer, RenderPool
 from octavo.gateway.text.service import TextService
 from octavo.gateway.ticker import Ticker, garbage_watch, measure_loop_lag
 from octavo.gateway.watching.watch import LoadWatch
@@ -373,7 +373,7 @@ class Gateway:
         await self.pool.close()
         await self.models.close()
         self.text.close()
-        self._collaborators.input_processor.close()
+        await self._collaborators.input_processor.close()
         await self.renderer.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
