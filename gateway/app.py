@@ -44,7 +44,7 @@ from octavo.gateway.servicers.admin import AdminServicer
 from octavo.gateway.servicers.inference import InferenceServicer
 from octavo.gateway.servicers.load import LoadServicer
 from octavo.gateway.servicers.model import ModelServicer
-from octavo.gateway.text.render_pool import Renderer, RenderPool
+from octavo.gateway.text.process_pool import Renderer, RenderPool
 from octavo.gateway.text.service import TextService
 from octavo.gateway.ticker import Ticker, garbage_watch, measure_loop_lag
 from octavo.gateway.watching.watch import LoadWatch
@@ -99,13 +99,13 @@ class Gateway:
         self.submitter = Submitter(self._collaborators, receipt_timeout_s=config.stop_receipt_timeout_s)
         self.embedder = Embedder(self._collaborators)
         self.reloader = AccessReloader(config.access)
-        self._limiter = ConnectionLimiter(
-            connection_limits(config.connection, descriptor_limit()), self.tracker.connections
-        )
+        limits = connection_limits(config.connection, descriptor_limit())
+        self._limiter = ConnectionLimiter(limits, self.tracker.connections)
         self.collector = GatewayCollector(
             self.meters,
             self.pool.stats,
             reloads=self.reloader.reloads,
+            expiries=self.reloader.expiries,
             connections=self._limiter,
             spans=None if tracing is None else tracing.counts,
         )
@@ -373,7 +373,7 @@ class Gateway:
         await self.pool.close()
         await self.models.close()
         self.text.close()
-        self._collaborators.input_processor.close()
+        await self._collaborators.input_processor.close()
         await self.renderer.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

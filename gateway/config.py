@@ -43,8 +43,9 @@ class LogFormat(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenderLimits:
-    """Of one rendering of a chat. wall_s: for a process that gets no CPU. memory_bytes: beyond an idle process's."""
+class ProcessLimits:
+    """Of one rendering of a chat, or check of a constraint. wall_s: for a process that gets no CPU. memory_bytes:
+    beyond an idle process's."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0
@@ -65,13 +66,13 @@ class RequestLimits:
     tokenizer_threads: int = 2
     max_tokenizing: int = 512  # texts waiting for these threads …
     max_tokenizing_bytes: int = 64 * MIB  # … and their bytes; beyond that the tenant with the most waiting is refused
-    render: RenderLimits = field(default_factory=RenderLimits)  # of one chat by the checkpoint's template
+    render: ProcessLimits = field(default_factory=ProcessLimits)  # of one chat by the checkpoint's template
     pause_pending_tokens: int = 512  # tokens that a slow reader may leave unread before its output is paused …
     max_pending_tokens: int = 16_384  # … and before its stream ends, where the worker continues in spite of the pause
     write_stall_s: float = 30.0  # how long one message may wait for the reader
     pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
     grammar: GrammarLimits = field(default_factory=GrammarLimits)  # of constraints on outputs
-    constraint_timeout_s: float = 2.0  # how long checking one may take
+    constraint_timeout_s: float = 2.0  # of CPU time, for checking one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from octavo.gateway.config import (
     PageConfig,
     PeerConfig,
     PortSharing,
-    RenderLimits,
+    ProcessLimits,
     RequestLimits,
     TlsConfig,
 )
@@ -118,7 +118,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             pushback_ms=settings.pushback_ms,
             grammar=settings.grammar_limits,
             constraint_timeout_s=settings.constraint_timeout_s,
-            render=RenderLimits(cpu_s=settings.template_cpu_s),
+            render=ProcessLimits(cpu_s=settings.template_cpu_s),
         ),
         connection=ConnectionConfig(
             keepalive_time_s=settings.keepalive_time_s,

@@ -25,7 +25,9 @@ class ConstraintSettings(Settings):
 class ConstraintCheckSettings(ConstraintSettings):
     """Of a gateway."""
 
-    constraint_timeout_s: float = setting(2.0, "Seconds that checking a constraint may take", panel=PANEL, gt=0)
+    constraint_timeout_s: float = setting(
+        2.0, "Seconds of CPU time that checking a constraint may take", panel=PANEL, gt=0
+    )
 
 
 class GrammarSettings(ConstraintSettings):

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from octavo.cli.errors import did_you_mean, usage
 from octavo.cli.settings.setting import Settings, flag_of, help_of, read_environment, variable_of
+from octavo.wire.regular_file import read_regular
 
 DEFAULT_FILE = Path("octavo.toml")
 
@@ -90,7 +91,7 @@ def find_file(given: Path | None) -> Path | None:
 def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
     """The keys of a configuration file. Raises CliError for bad TOML and for a key that no setting has."""
     try:
-        content = tomllib.loads(path.read_text("utf-8-sig"))
+        content = tomllib.loads(read_regular(path)[0].decode("utf-8-sig"))
     except OSError as error:
         advice = "let this user read it, or give another with --config"
         raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None

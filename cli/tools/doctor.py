@@ -54,6 +54,7 @@ def examine(settings: ServeSettings) -> list[Finding]:
         checks.check_shared_memory(),
         checks.check_run_folder(settings),
         *checks.check_ports(settings),
+        *checks.check_certificates(settings),
         checks.check_file_limit(),
         *checks.check_variables(),
     ]

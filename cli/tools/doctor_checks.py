@@ -5,8 +5,10 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
@@ -15,8 +17,12 @@ import psutil
 from octavo.cli.errors import CliError
 from octavo.cli.serve.ports import require_free
 from octavo.cli.serve.preflight import unknown_variables
+from octavo.cli.settings.gateway_config import access_config
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.setting import variable_of
+from octavo.gateway.auth.expiry import CERT_FILE, CLIENT_CA_FILE, SOON_S, expiries
+from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.auth.tls import load_tls
 from octavo.wire.host import usable_cores
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir
 
@@ -165,6 +171,32 @@ def check_ports(settings: ServeSettings) -> list[Finding]:
             found.append(Finding(name="port", verdict=Verdict.WARNING, detail=error.numbers, advice=error.change))
     free = ", ".join(str(port) for _, _, port in wanted)
     return found or [Finding(name="ports", verdict=Verdict.GOOD, detail=f"{free} are free")]
+
+
+def check_certificates(settings: ServeSettings) -> list[Finding]:
+    """That the certificates can be used, and for a while; nothing without TLS."""
+    name = "certificates"
+    files = {CERT_FILE: settings.tls_cert_file, CLIENT_CA_FILE: settings.tls_client_ca_file}
+    if not any(files.values()) and settings.tls_key_file is None:
+        return []
+    try:
+        tls = access_config(settings).tls
+        assert tls is not None
+        material = load_tls(tls)
+    except (AccessFileError, CliError) as error:
+        return [Finding(name=name, verdict=Verdict.BAD, detail=f"{error.what}: {error.numbers}", advice=error.change)]
+    found = []
+    for file, end_s in expiries(material.cert, material.client_ca).items():
+        left_s, day = end_s - time.time(), f"{datetime.fromtimestamp(end_s, UTC):%Y-%m-%d}"
+        if left_s <= 0:
+            verdict, detail = Verdict.BAD, f"{files[file]} has expired, on {day}"
+        elif left_s < SOON_S:
+            verdict, detail = Verdict.WARNING, f"{files[file]} expires in {left_s / 86_400:.0f} days, on {day}"
+        else:
+            verdict, detail = Verdict.GOOD, f"{files[file]} is valid until {day}"
+        advice = "" if verdict is Verdict.GOOD else "replace the file: gateways take a new one without a restart"
+        found.append(Finding(name=name, verdict=verdict, detail=detail, advice=advice))
+    return found
 
 
 def check_file_limit() -> Finding:

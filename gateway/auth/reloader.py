@@ -2,27 +2,32 @@
 
 A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and it is tried
 at each look until it can be taken. Open streams continue. A change counts once it has stood still from one look to the
-next: half of a list of keys may well be a list of keys, of fewer.
+next: half of a list of keys may well be a list of keys, of fewer. Certificates that end soon are told of in the log,
+from the start and once a day.
 """
 
 import asyncio
 import os
 import ssl
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
 from octavo.gateway.auth.authenticator import AccessList, Authenticator, ClientCertificates, Scope
+from octavo.gateway.auth.expiry import CERT_FILE, CLIENT_CA_FILE, SOON_S, expiries
 from octavo.gateway.auth.key_file import AccessFileError, load_access_list
 from octavo.gateway.auth.tls import TlsListener, TlsMaterial, load_tls
-from octavo.gateway.config import AccessConfig
+from octavo.gateway.config import AccessConfig, TlsConfig
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
+DAY_S = 86_400.0
 Stamp = tuple[tuple[int, ...], ...]
 
 
@@ -39,15 +44,19 @@ class _Files:
 
 
 class AccessReloader:
-    """authenticator: for every call. reloads: by (file, outcome), for metrics."""
+    """authenticator: for every call. For metrics: reloads by (file, outcome); expiries by file, as
+    `gateway.auth.expiry` has them."""
 
-    def __init__(self, config: AccessConfig) -> None:
+    def __init__(self, config: AccessConfig, *, clock: Callable[[], float] = time.time) -> None:
         has_authority = config.tls is not None and config.tls.client_ca_file is not None
         self.authenticator = Authenticator(
             certificates=ClientCertificates.REQUIRED if has_authority else ClientCertificates.NONE,
             public=frozenset(map(Scope, config.public_scopes)),
         )
         self.reloads: Counter[tuple[str, str]] = Counter()
+        self.expiries: dict[str, float] = {}
+        self._clock = clock
+        self._warned_s = -DAY_S  # when the log had the certificates that end soon
         self._config = config
         self._material: TlsMaterial | None = None
         self._listeners: list[TlsListener] = []
@@ -59,7 +68,7 @@ class AccessReloader:
         config = self._config
         if config.tls is not None:
             self._watch("tls", self._tls_files())
-            self._material = load_tls(config.tls)
+            self._take_material(load_tls(config.tls))
         if config.api_keys_file is not None:
             self._watch("keys", (config.api_keys_file,))
             self.authenticator.access = load_access_list(config.api_keys_file)
@@ -109,6 +118,7 @@ class AccessReloader:
         tls, keys_file = self._config.tls, self._config.api_keys_file
         if tls is not None:
             await self._take("tls", lambda: load_tls(tls), self._take_material)
+            self._warn_of_expiries(tls)
         if keys_file is not None:
             await self._take("keys", lambda: load_access_list(keys_file), self._take_access)
 
@@ -135,6 +145,25 @@ class AccessReloader:
         self._material = material
         for listener in self._listeners:
             listener.material = material
+        self.expiries.clear()
+        self.expiries.update(expiries(material.cert, material.client_ca))
+        self._warned_s = -DAY_S
+
+    def _warn_of_expiries(self, tls: TlsConfig) -> None:
+        now_s = self._clock()
+        if now_s - self._warned_s < DAY_S:
+            return
+        self._warned_s = now_s
+        paths = {CERT_FILE: tls.cert_file, CLIENT_CA_FILE: tls.client_ca_file}
+        for file, end_s in self.expiries.items():
+            left_s = end_s - now_s
+            if left_s < SOON_S:
+                log.warning(
+                    "certificate_expired" if left_s <= 0 else "certificate_expires_soon",
+                    file=str(paths[file]),
+                    not_after=datetime.fromtimestamp(end_s, UTC).isoformat(),
+                    days_left=round(left_s / DAY_S, 1),
+                )
 
     def _take_access(self, access: AccessList) -> None:
         self.authenticator.access = access

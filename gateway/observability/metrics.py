@@ -101,7 +101,8 @@ class MetricsEndpoint:
 
 
 class GatewayCollector(Collector):
-    """stats: the pool's. reloads: by (file, outcome). workers: the snapshot that the event loop leaves by `see`."""
+    """stats: the pool's. reloads: by (file, outcome). expiries: of certificates, by file. workers: the snapshot that
+    the event loop leaves by `see`."""
 
     def __init__(
         self,
@@ -109,12 +110,14 @@ class GatewayCollector(Collector):
         stats: PoolStats,
         *,
         reloads: Mapping[tuple[str, str], int] | None = None,
+        expiries: Mapping[str, float] | None = None,
         connections: ConnectionLimiter | None = None,
         spans: SpanCounts | None = None,
     ) -> None:
         self._connections = connections
         self._spans = spans or SpanCounts()  # zeros without traces
         self._reloads = {} if reloads is None else reloads
+        self._expiries = {} if expiries is None else expiries
         self._meters = meters
         self._stats = stats
         self.workers: tuple[WorkerView, ...] = ()
@@ -177,6 +180,14 @@ class GatewayCollector(Collector):
         for pair, count in list(self._reloads.items()):
             reloads.add_metric(list(pair), count)
         yield reloads
+        ends = GaugeMetricFamily(
+            "octavo_gateway_certificate_expiry_timestamp_seconds",
+            "When the certificates in force end, in seconds since the epoch",
+            labels=["file"],
+        )
+        for file, end_s in list(self._expiries.items()):
+            ends.add_metric([file], end_s)
+        yield ends
         spans = CounterMetricFamily("octavo_gateway_trace_spans", "Spans by what became of them", labels=["outcome"])
         spans.add_metric(["exported"], self._spans.exported)
         spans.add_metric(["dropped"], self._spans.dropped)

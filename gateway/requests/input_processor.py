@@ -6,27 +6,24 @@ What takes long runs in the text threads. Must not know admission, workers or st
 """
 
 import asyncio
-import json
 import math
-import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.gateway.config import RequestLimits
+from octavo.gateway.config import ProcessLimits, RequestLimits
 from octavo.gateway.errors import DeadlinePassed, InvalidRequest
 from octavo.gateway.models import ServedModels
+from octavo.gateway.requests.constraints import ConstraintChecker
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
 from octavo.gateway.streams.stream import AtDeadline
-from octavo.gateway.text.errors import TextQueueFull
 from octavo.gateway.text.model_text import Bounds, Encoded, MarkedChat, ModelText
-from octavo.gateway.text.render_pool import Renderer, chat_json
+from octavo.gateway.text.process_pool import Renderer, chat_json
 from octavo.gateway.text.service import Share, TextService
 from octavo.gateway.text.stop_matcher import StopStrings
 from octavo.gateway.validation.generate import (
@@ -34,20 +31,14 @@ from octavo.gateway.validation.generate import (
     check_choice,
     check_context,
     check_ids,
+    is_constrained,
     may_call_tools,
 )
-from octavo.grammar.check import check_grammar
-from octavo.grammar.errors import GrammarRefused, Refusal
-from octavo.grammar.limits import GrammarLimits
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Grammar, GrammarKind, ModelCard
+from octavo.wire.messages import Grammar, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
 _MAX_MARK_GROWTH = 13  # times its bytes that a text has at most with a mark at each control token, escaped as JSON
-CHECK_THREADS = 2
-_MAX_KNOWN = 256  # valid grammars are not checked again
-_IN_TOOL = re.compile(r"tools\[(?P<index>\d+)\]\.(?P<part>name|parameters)\.?(?P<inner>.*)", re.DOTALL)
-_TOOL_FIELDS = {"name": "name", "parameters": "parameters_json"}
 PARTIAL_MARGIN_S = 0.05
 """A partial output is sent so long before the wire's deadline: for its way through the loop, the network and the
 caller's library. Callers that are further away set `timeout_s` themselves."""
@@ -56,107 +47,6 @@ BACKSTOP_S = 0.03
 FIGURES_S = 0.2
 """So long after that a partial answer waits for the worker's figures, where the wire's deadline is further away: its
 text is with the caller by then."""
-
-
-class ConstraintChecker:
-    """Checks a request's constraint before anything else is done with the request, in threads and within a
-    time limit. One per gateway; every method on its event loop."""
-
-    def __init__(self, text: TextService, limits: GrammarLimits, *, timeout_s: float) -> None:
-        self._text = text
-        self._limits = limits
-        self._timeout_s = timeout_s
-        self._known: OrderedDict[Grammar, None] = OrderedDict()
-
-    async def check(self, request: pb.GenerateRequest, *, prefix: str, share: Share) -> Grammar | None:
-        """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
-        grammar = grammar_of(request)
-        if grammar is None:
-            return None
-        if grammar in self._known:
-            self._known.move_to_end(grammar)
-            return grammar
-        has_begun = False
-
-        def work() -> None:
-            nonlocal has_begun
-            has_begun = True
-            check_grammar(grammar, self._limits)
-
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._text.run(work, num_bytes=len(grammar.source), share=share)
-        except GrammarRefused as refused:
-            raise _invalid(request, refused, prefix) from None
-        except TimeoutError:
-            if not has_begun:  # others' constraints take all threads: it is not this one's fault
-                raise TextQueueFull(f"constraints wait for more than {self._timeout_s:g} s to be checked") from None
-            late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to check")
-            raise _invalid(request, late, prefix) from None
-        self._known[grammar] = None
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
-        return grammar
-
-
-def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
-    """From `constraint`, or from the tools of a chat that has to call one; unchecked."""
-    constraint = request.constraint
-    match constraint.WhichOneof("kind"):
-        case "json_schema":
-            return Grammar(
-                kind=GrammarKind.JSON_SCHEMA,
-                source=constraint.json_schema,
-                format_as_annotation=request.format_as_annotation,
-            )
-        case "json_object":
-            return Grammar(kind=GrammarKind.JSON_OBJECT)
-        case "regex":
-            return Grammar(kind=GrammarKind.REGEX, source=constraint.regex)
-        case "ebnf":
-            return Grammar(kind=GrammarKind.EBNF, source=constraint.ebnf)
-        case "choice":
-            options = json.dumps(list(constraint.choice.options), ensure_ascii=False)
-            return Grammar(kind=GrammarKind.CHOICE, source=options)
-    return _of_tools(request)
-
-
-def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
-    """REQUIRED: calls of any tool; NAMED: one call of that tool."""
-    chat = request.chat
-    if chat.tool_choice == pb.TOOL_CHOICE_REQUIRED:
-        tools, max_calls = list(chat.tools), None
-    elif chat.tool_choice == pb.TOOL_CHOICE_NAMED:
-        tools, max_calls = [tool for tool in chat.tools if tool.name == chat.tool_name], 1
-    else:
-        return None
-    # Schemas as they were written: read and written anew, a number may be another one.
-    listed = ", ".join(
-        f'{{"name": {json.dumps(tool.name)}, "parameters": {tool.parameters_json or "null"}}}' for tool in tools
-    )
-    source = f'{{"tools": [{listed}], "max_calls": {json.dumps(max_calls)}}}'
-    return Grammar(kind=GrammarKind.TOOL_CALLS, source=source, format_as_annotation=request.format_as_annotation)
-
-
-def _invalid(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> InvalidRequest:
-    kind = request.constraint.WhichOneof("kind")
-    if kind is None:
-        return _invalid_tool(request.chat, refused, f"{prefix}chat.tools")
-    if kind == "choice":
-        return InvalidRequest.of(f"{prefix}constraint.choice.options{refused.path}", refused.description)
-    return InvalidRequest.of(f"{prefix}constraint.{kind}", str(refused))
-
-
-def _invalid_tool(chat: pb.Chat, refused: GrammarRefused, path: str) -> InvalidRequest:
-    """By its place among all tools of the chat: the grammar of a named one has that one alone."""
-    found = _IN_TOOL.fullmatch(refused.path)
-    if found is None:
-        return InvalidRequest.of(path, str(refused))
-    is_named = chat.tool_choice == pb.TOOL_CHOICE_NAMED
-    index = [tool.name for tool in chat.tools].index(chat.tool_name) if is_named else int(found["index"])
-    field = f"{path}[{index}].{_TOOL_FIELDS[found['part']]}"
-    inner = found["inner"]
-    return InvalidRequest.of(field, f"{inner}: {refused.description}" if inner else refused.description)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,21 +129,21 @@ class InputProcessor:
         self._text = text
         self._renderer = renderer
         self._limits = limits
-        # In threads of their own: the library's work on a schema can take minutes where many patterns meet, and cannot
-        # be stopped. What has no constraint must not wait for it.
-        self._checks = TextService(num_threads=CHECK_THREADS, max_waiting=limits.max_tokenizing)
-        self._constraints = ConstraintChecker(self._checks, limits.grammar, timeout_s=limits.constraint_timeout_s)
+        bounds = ProcessLimits(cpu_s=limits.constraint_timeout_s, max_waiting=limits.max_tokenizing)
+        self._constraints = ConstraintChecker(limits.grammar, bounds)
 
-    def close(self) -> None:
-        """Check no more constraints; a check that runs ends by itself. Idempotent."""
-        self._checks.close()
+    async def close(self) -> None:
+        """Check no more constraints. Idempotent."""
+        await self._constraints.close()
 
     async def process(
         self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share
     ) -> Prepared:
         """prefix: the request's path in the message that carries it. share: of its tenant. Raises RequestError,
         TextError."""
-        grammar = await self._constraints.check(request, prefix=prefix, share=share)
+        grammar = None
+        if is_constrained(request):
+            grammar = await self._constraints.check(request, prefix=prefix, share=share)
         prompt = await self._prompt(request, card, prefix, share)
         prompt_ids_T = prompt.ids_T
         if len(prompt_ids_T) == 0:

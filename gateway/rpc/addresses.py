@@ -70,26 +70,38 @@ def is_local(address: str) -> bool:
 def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
     """Raises AddressError where plain text would leave this host without permission. setting: the flags
     that the address comes from, for the message."""
-    if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
-        raise AddressError(
-            f"{setting} {address} can be reached from other hosts, and there is no TLS: give --tls-cert-file and "
-            "--tls-key-file, use a loopback address or a unix: socket, or allow plain text with --exposure insecure"
-        )
+    _check_reach(
+        address,
+        exposure,
+        setting,
+        "there is no TLS: give --tls-cert-file and --tls-key-file, use a loopback address or a unix: socket, or allow "
+        "plain text with --exposure insecure",
+    )
 
 
 def check_plain(address: str, exposure: Exposure, *, setting: str) -> None:
     """The same for what is plain HTTP whatever certificates there are. Raises AddressError."""
-    if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
-        raise AddressError(
-            f"{setting} {address} can be reached from other hosts, and is plain HTTP, with TLS for callers too: use a "
-            "loopback address, or allow plain text with --exposure insecure"
-        )
+    _check_reach(
+        address,
+        exposure,
+        setting,
+        "is plain HTTP, with TLS for callers too: use a loopback address, or allow plain text with --exposure insecure",
+    )
 
 
 def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setting: str) -> None:
     """Raises AddressError where other hosts could administer this one without an API key."""
-    if exposure is Exposure.LOOPBACK_ONLY and not access.knows_callers and not is_local(address):
-        raise AddressError(
-            f"{setting} {address} can be reached from other hosts, and its callers are not identified: "
-            "give --api-keys-file, use a loopback address, or allow it with --exposure insecure"
+    if not access.knows_callers:
+        _check_reach(
+            address,
+            exposure,
+            setting,
+            "its callers are not identified: give --api-keys-file, use a loopback address, or allow it with "
+            "--exposure insecure",
         )
+
+
+def _check_reach(address: str, exposure: Exposure, setting: str, objection: str) -> None:
+    """Raises AddressError where other hosts can reach the address and that is not allowed."""
+    if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
+        raise AddressError(f"{setting} {address} can be reached from other hosts, and {objection}")

@@ -34,7 +34,7 @@ class ChatInput:
 
 class ChatTemplate:
     """One template with the special tokens that it may name. A template of unknown origin is rendered in a
-    process with limits (`gateway.text.render_pool`)."""
+    process with limits (`gateway.text.process_pool`)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat template") -> None:
         """name: the file that it comes from."""

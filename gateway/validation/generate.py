@@ -83,6 +83,11 @@ def check_tokenize(request: pb.TokenizeRequest) -> None:
     raise_if_any(chain(violations(request, ""), chat_violations(request.chat, "chat.")))
 
 
+def is_constrained(request: pb.GenerateRequest) -> bool:
+    """Whether the output must look like something: by `constraint`, or as calls that the chat asks for."""
+    return request.HasField("constraint") or request.chat.tool_choice in _FORCED_CHOICES
+
+
 def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violation]:
     yield from _stop_violations(request.stop, prefix)
     yield from _format_violations(request, prefix)

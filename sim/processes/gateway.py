@@ -14,7 +14,7 @@ import grpc
 from octavo.gateway.app import Gateway
 from octavo.gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
 from octavo.gateway.streams.stream import OutputStream
-from octavo.gateway.text.render_pool import InProcessRenderer
+from octavo.gateway.text.process_pool import InProcessRenderer
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import OnFrame, PeerFull, PeerGone

@@ -16,7 +16,7 @@ from octavo.gateway.app import Gateway
 from octavo.gateway.config import GatewayConfig, RequestLimits
 from octavo.gateway.observability.tracing import Tracing
 from octavo.gateway.text.model_text import ModelText
-from octavo.gateway.text.render_pool import InProcessRenderer, Renderer
+from octavo.gateway.text.process_pool import InProcessRenderer, Renderer
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, load_pb2_grpc, model_pb2_grpc
 from tests.support.gateway.fake_pool import FakePool

@@ -6,10 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import cast
 
 import pytest
+
+from tests.structure.trace import ROOT, Calls
 
 # What a newcomer reads to follow one request. These bounds go down, never up.
 MAX_FILES = 50
@@ -32,7 +37,8 @@ class Hop:
 
 @pytest.fixture(scope="module")
 def traced(repository: Path) -> dict[str, list[Hop]]:
-    """Calls in their order: "until_delta", and "all" until the request has ended; "wraps": classes instead."""
+    """Calls in their order: "until_delta", and "all" until the request has ended; "heartbeats", which come at any time.
+    "wraps": classes instead."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.structure.trace"],
         cwd=repository,
@@ -46,7 +52,8 @@ def traced(repository: Path) -> dict[str, list[Hop]]:
     found = json.loads(done.stdout)
     calls = [Hop(file, function.rpartition(".")[2]) for file, function, _ in found["calls"]]
     wraps = [Hop(*each) for each in found["wraps"]]
-    return {"all": calls, "until_delta": calls[: found["num_until_delta"]], "wraps": wraps}
+    heartbeats = [Hop("worker/transport/heartbeat.py", "heartbeat_of")] * found["num_heartbeats"]
+    return {"all": calls, "until_delta": calls[: found["num_until_delta"]], "wraps": wraps, "heartbeats": heartbeats}
 
 
 def hops_of(repository: Path, heading: str) -> list[Hop]:
@@ -78,8 +85,8 @@ def test_a_request_is_wrapped_so_many_times_on_its_way_to_the_model(
 
 
 def out_of_order(hops: list[Hop], calls: list[Hop]) -> Hop | None:
-    """The first hop that was never called behind the one before it. Gateway and worker call some functions both, a
-    heartbeat's at any time: one of the two calls has to be in its place."""
+    """The first hop that was never called behind the one before it. Gateway and worker call some functions both: one of
+    the two calls has to be in its place."""
     rest = iter(calls)
     return next((hop for hop in hops if hop not in rest), None)
 
@@ -99,6 +106,68 @@ def test_the_page_lists_the_hops_in_the_order_in_which_they_were_traced(
     assert len(hops) >= 6
     assert [hop for hop in hops if hop not in traced["all"]] == []
     assert out_of_order(hops, traced["all"]) is None
+
+
+@pytest.mark.parametrize("heading", ["A request", "A step", "A block"])
+def test_two_lines_of_the_page_that_change_places_are_noticed(
+    heading: str, traced: dict[str, list[Hop]], repository: Path
+) -> None:
+    hops = hops_of(repository, heading)
+    swapped = [[*hops[:i], hops[i + 1], hops[i], *hops[i + 2 :]] for i in range(len(hops) - 1)]
+    assert [each for each in swapped if out_of_order(each, traced["all"]) is None] == []
+
+
+def test_the_worker_sends_no_heartbeats_while_it_is_traced(traced: dict[str, list[Hop]]) -> None:
+    """Its thread encodes, too: where one is sent before the `Run` is, the page's order is not what was traced."""
+    assert traced["heartbeats"] == []
+
+
+def test_a_turn_of_the_engine_counts_from_the_one_that_finds_the_request() -> None:
+    """A turn that waited in vain for messages looks at the scheduler's news, too; the request's turn does so last."""
+    calls = Calls()
+    calls.begin()
+    idle = ["Engine.step", "WorkerLink.drain", "StepPipeline.launch_ahead", "StepOutputs.take"]
+    of_request = ["Engine.step", "WorkerLink.drain", "WorkerLink._take", "StepPipeline.launch_ahead"]
+    for function in [*idle, *idle, *of_request, "Runner.launch", "StepOutputs.take"]:
+        calls.profile(called(function), "call", None)
+    assert functions_of(calls) == [*of_request, "Runner.launch", "StepOutputs.take"]
+
+
+def test_what_the_gateway_does_at_intervals_is_not_the_requests() -> None:
+    calls = Calls()
+    calls.begin()
+    task = called("_again_and_again", folder="gateway")
+
+    def in_gateway() -> None:
+        for caller in (task, None):
+            calls.profile(called("observe", folder="gateway", caller=caller), "call", None)
+            seen.append(functions_of(calls))
+
+    seen: list[list[str]] = []
+    thread = threading.Thread(target=in_gateway)
+    thread.start()
+    thread.join()
+    assert seen == [[], ["observe"]]
+
+
+def test_the_worker_is_idle_while_it_waits_for_messages() -> None:
+    calls, wait = Calls(), called("WorkerLink.wait")
+    seen = []
+    for event in ("call", "c_call", "c_return", "return"):
+        calls.profile(wait, event, None)
+        seen.append(calls.is_worker_idle)
+    assert seen == [True, True, True, False]
+
+
+def functions_of(calls: Calls) -> list[str]:
+    """In their order."""
+    return [function for _, function, _ in json.loads(calls.as_json())["calls"]]
+
+
+def called(function: str, *, folder: str = "worker", caller: FrameType | None = None) -> FrameType:
+    """A frame, as `sys.setprofile` gives it."""
+    code = SimpleNamespace(co_filename=f"{ROOT}/{folder}/some.py", co_qualname=function, co_argcount=0)
+    return cast("FrameType", SimpleNamespace(f_code=code, f_back=caller))
 
 
 def test_the_hops_of_a_crash_exist(repository: Path) -> None:

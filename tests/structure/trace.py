@@ -1,10 +1,14 @@
 """Prints which functions of ours a Generate calls, in the order of their first call.
 
 Gateway and worker run in this one process over a socket between them: the engine in the main thread, the gateway and
-the caller in another. Of several requests, what all of them called, so that what only a clock calls is left out.
+the caller in another. Of several requests, what all of them called. What a clock calls would be in all of them where a
+machine is slow, and before the request's own call at times, so it is kept away: the worker sends no heartbeats, turns
+of its engine count from the one that finds the request, the gateway's tasks that run at intervals do not count, and the
+next request waits until the worker has done with the last.
 `python -m tests.structure.trace [MODEL]` prints JSON: {"calls": [[file, function, role], …], "num_until_delta": N,
-"wraps": [[file, class], …]}. wraps: classes of ours that carried the request until the first delta, in the order in
-which they were first an argument: their objects have its sampling parameters, in a field or in a field of a field.
+"wraps": [[file, class], …], "num_heartbeats": N}. wraps: classes of ours that carried the request until the first
+delta, in the order in which they were first an argument: their objects have its sampling parameters, in a field or in
+a field of a field.
 """
 
 import asyncio
@@ -39,18 +43,24 @@ REQUEST: dict[str, Any] = {
 
 
 NUM_TRACED = 8
-CLOCKS = tuple(  # tasks that run at intervals, whatever requests there are
-    f"{ROOT}/gateway/{name}.py" for name in ("ticker", "lasting")
+CLOCK = (
+    "_again_and_again"  # beneath what the gateway does at intervals (`gateway.lasting`), whatever requests there are
 )
+NEVER_S = 3600.0  # an interval longer than any trace takes
 SENT = (
     "WorkerLink.put"  # what the worker does behind it races with the gateway, and is on no request's way to its delta
 )
+TURN, ARRIVED, IDLE = "Engine.step", "WorkerLink._take", "WorkerLink.wait"
+HEARTBEAT = "heartbeat_of"
 
 
 class Calls:
-    """What each of the traced requests called, each function once."""
+    """What each of the traced requests called, each function once. is_worker_idle: its engine waits for messages."""
 
     def __init__(self) -> None:
+        self.is_worker_idle = False
+        self._num_heartbeats = 0
+        self._turn: dict[tuple[str, str, str], None] | None = None  # of the engine; None: the request has arrived
         self._found: list[dict[tuple[str, str, str], None]] = []
         self._early: list[set[tuple[str, str, str]]] = []  # of these, those on the way to the first delta
         self._is_early = self._is_early_at_worker = False
@@ -60,6 +70,7 @@ class Calls:
         """From now on calls belong to a new request."""
         self._found.append({})
         self._early.append(set())
+        self._turn = {}
         self._is_early = self._is_early_at_worker = True
 
     def mark_delta(self) -> None:
@@ -69,16 +80,38 @@ class Calls:
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
         """For sys.setprofile."""
         code = frame.f_code
+        if event in ("call", "return") and code.co_qualname == IDLE:
+            self.is_worker_idle = event == "call"
         if event == "return" and code.co_qualname == SENT:
             self._is_early_at_worker = False
-        if self._found and event == "call" and code.co_filename.startswith(OURS) and code.co_filename not in CLOCKS:
+        if event != "call" or not code.co_filename.startswith(OURS):
+            return
+        self._num_heartbeats += code.co_qualname == HEARTBEAT
+        if self._found:
             is_worker = threading.current_thread() is threading.main_thread()
             name = os.path.relpath(code.co_filename, ROOT), code.co_qualname, "worker" if is_worker else "gateway"
-            self._found[-1].setdefault(name)
-            if self._is_early and (self._is_early_at_worker or not is_worker):
-                self._early[-1].add(name)
+            if is_worker and self._turn is not None:
+                self._take_turn(name)
+            elif name not in self._found[-1] and not is_of_clock(frame):
+                self._note(name, is_early=self._is_early and (self._is_early_at_worker or not is_worker))
             if self._is_early and code.co_argcount:
                 self._look_at([frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]])
+
+    def _take_turn(self, name: tuple[str, str, str]) -> None:
+        """A call of the engine's present turn, which is the request's if its message is found in it."""
+        assert self._turn is not None
+        if name[1] == TURN:
+            self._turn.clear()
+        self._turn[name] = None
+        if name[1] == ARRIVED:
+            for each in self._turn:
+                self._note(each, is_early=self._is_early and self._is_early_at_worker)
+            self._turn = None
+
+    def _note(self, name: tuple[str, str, str], *, is_early: bool) -> None:
+        self._found[-1].setdefault(name)
+        if is_early:
+            self._early[-1].add(name)
 
     def _look_at(self, arguments: list[object]) -> None:
         for each in arguments:
@@ -91,7 +124,21 @@ class Calls:
         calls = [call for call in self._found[-1] if call in common]
         calls.sort(key=lambda call: call not in until_delta)
         wraps = [(os.path.relpath(inspect.getfile(each), ROOT), each.__qualname__) for each in self._wraps]
-        return json.dumps({"calls": calls, "num_until_delta": len(until_delta), "wraps": wraps})
+        return json.dumps(
+            {
+                "calls": calls,
+                "num_until_delta": len(until_delta),
+                "wraps": wraps,
+                "num_heartbeats": self._num_heartbeats,
+            }
+        )
+
+
+def is_of_clock(frame: FrameType | None) -> bool:
+    """Whether it, or what called it, is a task that runs at intervals."""
+    while frame is not None and frame.f_code.co_qualname != CLOCK:
+        frame = frame.f_back
+    return frame is not None
 
 
 def carries(thing: object, depth: int = 2) -> bool:
@@ -113,7 +160,7 @@ def fields_of(thing: object) -> list[object]:
 
 async def serve_and_ask(socket: str, calls: Calls) -> None:
     """The first request is not traced: it also fills caches."""
-    workers = WorkerPoolConfig(endpoints=(socket,))
+    workers = WorkerPoolConfig(endpoints=(socket,), heartbeat_timeout_s=NEVER_S, tick_s=NEVER_S)
     gateway = Gateway(GatewayConfig(listen_address="127.0.0.1:0", metrics_address=None, workers=workers))
     await gateway.start()
     async with asyncio.timeout(120), grpc.aio.insecure_channel(gateway.listen_address) as channel:
@@ -135,7 +182,9 @@ async def _answered(stub: Any, calls: Calls) -> bool:
         if error.code() is not grpc.StatusCode.UNAVAILABLE:
             raise
         return False
-    await asyncio.sleep(0.3)  # the worker gives the blocks up
+    await asyncio.sleep(0.3)  # the gateway's last calls
+    while not calls.is_worker_idle:  # noqa: ASYNC110  # it gives the blocks up
+        await asyncio.sleep(0.01)
     return True
 
 
@@ -158,7 +207,15 @@ def main(model: str = "folio-chat") -> None:
         threading.Thread(target=ask, name="gateway").start()
         sys.setprofile(calls.profile)
         worker_main(
-            WorkerConfig(model=model, gateway_endpoints=(socket,), metrics_port=None, device="cpu", num_blocks=64)
+            WorkerConfig(
+                model=model,
+                gateway_endpoints=(socket,),
+                metrics_port=None,
+                device="cpu",
+                num_blocks=64,
+                heartbeat_interval_s=NEVER_S,
+                stall_exit_s=NEVER_S,  # it is counted from heartbeat to heartbeat
+            )
         )
 
 

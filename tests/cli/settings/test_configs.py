@@ -18,7 +18,7 @@ from octavo.gateway.config import (
     PageConfig,
     PeerConfig,
     PortSharing,
-    RenderLimits,
+    ProcessLimits,
     TlsConfig,
 )
 from octavo.gateway.workers.config import WorkerPoolConfig
@@ -122,7 +122,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         stall_timeout_s=2.5,
     )
     assert config.limits.grammar == GrammarLimits(max_source_bytes=21, max_depth=22)
-    assert config.limits.render == RenderLimits(cpu_s=24.5)
+    assert config.limits.render == ProcessLimits(cpu_s=24.5)
     assert unchanged(config.limits) == {"max_metadata_bytes", "max_tokenizing", "max_tokenizing_bytes"}
     assert unchanged(config.connection) == {
         "min_ping_interval_s", "max_ping_strikes", "handshake_timeout_s", "message_timeout_s", "settings_timeout_s",

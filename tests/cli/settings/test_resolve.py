@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,17 @@ def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
     file = tmp_path / "octavo.toml"
     file.write_text("port = 7", "utf-8-sig")
     assert read_file(file, frozenset({"port"})) == {"port": 7}
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_no_configuration_file_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
+    """Also where it took the place of the file after that was found."""
+    pipe = tmp_path / "octavo.toml"
+    os.mkfifo(pipe)
+    with pytest.raises(CliError, match=r"octavo\.toml is not a file"):
+        resolve(ServeSettings, {}, file=pipe, known_keys=ALL_KEYS)
+    with pytest.raises(CliError, match=r"octavo\.toml: Not a regular file"):
+        read_file(pipe, ALL_KEYS)
 
 
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

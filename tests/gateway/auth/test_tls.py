@@ -4,14 +4,19 @@ import asyncio
 import contextlib
 import os
 import ssl
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import structlog
 
+from octavo.gateway.auth.expiry import expiries, not_after
 from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.auth.tls import load_tls
 from octavo.gateway.config import AccessConfig, Exposure, TlsConfig
 from octavo.gateway.rpc.addresses import AddressError, check_admin, check_exposure
@@ -160,6 +165,66 @@ async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
             assert await ask(served, trusting(stranger)) == "ok"
             assert await ask(served, trusting(authority)) == "UNAVAILABLE"
             await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)  # who was in stays in
+
+
+async def test_the_metric_tells_when_the_certificate_in_force_ends(
+    secured: Any, authority: Authority, stranger: Authority, tmp_path: Path
+) -> None:
+    files, later = copy(authority.sign("week", days=7), tmp_path), stranger.sign("year", days=365)
+    async with secured(pair=files, mutual=True) as served:
+
+        def days_left() -> dict[str, int]:
+            rows = [row for family in served.gateway.collector.collect() for row in family.samples]
+            found = {row.labels["file"]: row.value for row in rows if "certificate_expiry" in row.name}
+            return {file: round((end_s - time.time()) / 86_400) for file, end_s in found.items()}
+
+        assert days_left() == {"cert": 7, "client_ca": 2}
+        files.cert.write_bytes(later.cert.read_bytes())  # half a rotation: what was in force stays
+        await served.until(lambda: served.gateway.reloader.reloads["tls", "failed"])
+        assert days_left()["cert"] == 7
+        files.key.write_bytes(later.key.read_bytes())
+        await served.until(lambda: served.gateway.reloader.reloads["tls", "taken"])
+        assert days_left() == {"cert": 365, "client_ca": 2}
+
+
+async def test_a_certificate_that_ends_soon_is_told_of_once_a_day(authority: Authority) -> None:
+    pair, now_s = authority.sign("soon", days=30), time.time() + 3_600
+    reloader = AccessReloader(AccessConfig(tls=TlsConfig(cert_file=pair.cert, key_file=pair.key)), clock=lambda: now_s)
+    with structlog.testing.capture_logs() as lines:
+        reloader.load()
+        for day in range(32):
+            now_s += 0 if day == 0 else 86_400
+            for _ in range(3):
+                await reloader.refresh()
+    told = [(round(line["days_left"]), line["event"], line["file"]) for line in lines]
+    soon = [(left, "certificate_expires_soon", str(pair.cert)) for left in range(14, 0, -1)]
+    assert told == [*soon, (0, "certificate_expired", str(pair.cert)), (-1, "certificate_expired", str(pair.cert))]
+
+
+def test_a_chain_ends_with_its_first_and_authorities_with_their_last(authority: Authority) -> None:
+    ends = {name: authority.sign(name, days=days).cert.read_bytes() for name, days in (("a", 3), ("b", 5))}
+    a_s, b_s = (*not_after(ends["a"]), *not_after(ends["b"]))
+    assert a_s < b_s
+    both = b"".join(ends.values())
+    assert expiries(both, both) == {"cert": a_s, "client_ca": b_s}
+    assert expiries(both, None) == {"cert": a_s}
+
+
+@pytest.mark.parametrize("days", [-1, 1, 365 * 60, 365 * 900])  # in two digits of a year up to 2049, then in four
+def test_the_end_of_a_certificate_is_what_openssl_reads(authority: Authority, days: int) -> None:
+    cert = authority.sign("dated", days=days).cert
+    shown = subprocess.run(
+        ["openssl", "x509", "-in", cert, "-noout", "-enddate"], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert not_after(cert.read_bytes()) == [ssl.cert_time_to_seconds(shown.stdout.strip().removeprefix("notAfter="))]
+
+
+def test_what_is_no_certificate_has_no_end(server: Pair) -> None:
+    whole = server.cert.read_bytes()
+    head, tail = b"-----BEGIN CERTIFICATE-----\n", b"\n-----END CERTIFICATE-----\n"
+    spoiled = [b"", b"x", server.key.read_bytes(), head + b"MAA=" + tail, head + b"?" + tail, head + b"MIIB" * 9 + tail]
+    assert [not_after(each) for each in spoiled] == [[]] * len(spoiled)
+    assert len(not_after(spoiled[3] + whole)) == 1
 
 
 def pipe_at(path: Path) -> None:

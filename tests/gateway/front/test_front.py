@@ -311,6 +311,7 @@ def test_keys_are_passed_on_and_tls_is_spoken(tmp_path: Path) -> None:
 
 
 def test_new_certificates_are_shown_to_new_connections_and_broken_ones_are_not(tmp_path: Path) -> None:
+    """One that ends soon, as these do, is told of by the front as well as by the gateway."""
     old, new = (Authority(folder_of(tmp_path, name), name) for name in ("old", "new"))
     pair, later = old.sign("server"), new.sign("server")
     contexts = [ssl.create_default_context(cafile=str(each.cert)) for each in (old, new)]
@@ -332,6 +333,7 @@ def test_new_certificates_are_shown_to_new_connections_and_broken_ones_are_not(t
         kept.request("GET", "/v1/models")
         assert kept.getresponse().read()
         assert trusting() == [True, False]
+        wait_for(lambda: (tmp_path / "service.log").read_text().count("certificate_expires_soon") == 2)
         later.cert.replace(pair.cert)  # half a rotation
         wait_for(lambda: (tmp_path / "service.log").read_text().count("reload_refused") == 2)  # the gateway, too
         assert trusting() == [True, False]

@@ -1,7 +1,7 @@
 """From a request's fields to the grammar that the worker gets."""
 
 from octavo.gateway.dialects.kserve.sampling import apply_sampling
-from octavo.gateway.requests.input_processor import grammar_of
+from octavo.gateway.requests.constraints import grammar_of
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Grammar, GrammarKind
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.gateway.text.render_pool import RenderPool
+from octavo.gateway.text.process_pool import RenderPool
 from octavo.v1 import inference_pb2 as pb
 from tests.gateway.text.test_render_pool import HOSTILE, only
 from tests.support.gateway.fake_pool import FakePool, model_card, worker_view

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
 from octavo.gateway.text.model_text import ModelText
-from octavo.gateway.text.render_pool import InProcessRenderer, RenderLimits, RenderPool, chat_json
+from octavo.gateway.text.process_pool import InProcessRenderer, ProcessLimits, RenderPool, chat_json
 from octavo.gateway.text.service import Share
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
 from tests.support.gateway.tokenizers_tiny import TEMPLATE
@@ -44,9 +44,9 @@ HOSTILE = {
 }
 
 
-def only(bound: str) -> RenderLimits:
+def only(bound: str) -> ProcessLimits:
     """Limits of which what a template does meets this one, however much CPU time a busy machine takes for it."""
-    return RenderLimits(cpu_s=0.3 if bound == "CPU time" else 60.0, wall_s=600.0, memory_bytes=64 << 20)
+    return ProcessLimits(cpu_s=0.3 if bound == "CPU time" else 60.0, wall_s=600.0, memory_bytes=64 << 20)
 
 
 FEATURES = [
@@ -62,8 +62,8 @@ FEATURES = [
 
 
 @asynccontextmanager
-async def pool(limits: RenderLimits | None = None, **changes: Any) -> AsyncIterator[RenderPool]:
-    pool = RenderPool(limits or RenderLimits(**({"cpu_s": 60.0, "wall_s": 600.0} | changes)))
+async def pool(limits: ProcessLimits | None = None, **changes: Any) -> AsyncIterator[RenderPool]:
+    pool = RenderPool(limits or ProcessLimits(**({"cpu_s": 60.0, "wall_s": 600.0} | changes)))
     try:
         yield pool
     finally:
@@ -173,7 +173,7 @@ async def test_what_waits_is_bounded_and_who_has_the_most_is_refused() -> None:
 
 
 async def test_closing_leaves_no_process_and_nobody_waiting() -> None:
-    renders = RenderPool(RenderLimits(cpu_s=60.0))
+    renders = RenderPool(ProcessLimits(cpu_s=60.0))
     attack = asyncio.create_task(render(renders, ChatTemplate(LOOPS, {})))
     assert await render(renders, GOOD) == GOOD_TEXT
     children = [child for child in psutil.Process().children() if "render_child" in " ".join(child.cmdline())]
@@ -189,9 +189,9 @@ def test_nothing_is_left_when_its_parent_is_killed() -> None:
     program = f"""
 import asyncio
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
-from octavo.gateway.text.render_pool import RenderLimits, RenderPool, chat_json
+from octavo.gateway.text.process_pool import ProcessLimits, RenderPool, chat_json
 async def main():
-    pool, chat = RenderPool(RenderLimits(cpu_s=600.0, wall_s=600.0)), chat_json(ChatInput(messages=[]))
+    pool, chat = RenderPool(ProcessLimits(cpu_s=600.0, wall_s=600.0)), chat_json(ChatInput(messages=[]))
     attack = asyncio.create_task(pool.render(ChatTemplate({LOOPS!r}, {{}}), chat, max_bytes=9))
     await pool.render(ChatTemplate("x", {{}}), chat, max_bytes=9)
     print("ready", flush=True)
