@@ -16,13 +16,19 @@
 #define TILE_INPUTS 32
 #define TILE_AHEAD 4096 /* bytes of weights that are fetched before they are wanted */
 
+#ifdef OCTAVO_TILES_IN_C /* for tests: the same by plain C, on CPUs without tiles */
+#include OCTAVO_TILES_IN_C
+#else
 /* Instructions by themselves: gcc 12 leaves out a configuration that it takes for unused. */
+#define TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory")
+#define TILE_RELEASE() __asm__ volatile("tilerelease" ::)
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define TILE_LOAD(t, from, step) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"((int64_t)(step)) : "memory")
 #define TILE_STORE(t, to, step) \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(step)) : "memory")
 #define TILE_MULTIPLY(sums, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sums ::)
+#endif
 
 /* As the instruction reads it. Tiles 0 to 3 are sums, of rows by outputs; 4 and 5 rows; 6 and 7 weights. */
 typedef struct {
@@ -37,11 +43,11 @@ static inline void tiles_begin(int64_t rows) {
     int64_t first = rows < TILE_ROWS ? rows : TILE_ROWS, second = rows - first;
     const int64_t of[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
     for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)of[t], config.bytes[t] = of[t] ? 64 : 0;
-    __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory");
+    TILE_CONFIGURE(config);
 }
 
 /* After the last: what a thread holds in tiles is saved whenever another one gets its processor. */
-static inline void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
+static inline void tiles_end(void) { TILE_RELEASE(); }
 
 /* A matrix of which a block is read or written; step: bytes from one row to the next, of weights from one pair of inputs
  * to the next. */

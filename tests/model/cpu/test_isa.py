@@ -1,5 +1,7 @@
 """Instructions can be hidden from our compiler and from torch; each class's kernels compute what the reference does."""
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -127,6 +129,9 @@ def test_a_process_computes_as_the_lesser_cpu_even_where_torch_is_imported_first
     assert not kernels or kernels.startswith("AVX2")
 
 
+TILES_IN_C = ("-D__AMX_BF16__", f'-DOCTAVO_TILES_IN_C="{Path(__file__).with_name("tiles_in_c.h")}"')
+"""Tiles on a CPU that has none, right and slow."""
+
 AVX_VNNI = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mavxvnni")
 
 
@@ -138,6 +143,7 @@ def classes() -> list[str]:
     """What this machine can be taken for; "portable" is what a CPU without any of it compiles, "avx2 with vnni" one
     that has the newest of AVX2's instructions and nothing of AVX-512. And what it is not (FOREIGN)."""
     words = ["portable", *(word for word in BOUNDS if Isa[word.upper()] <= isa.cpu_isa()), *FOREIGN]
+    words += ["amx in C"] if isa.cpu_isa() is Isa.BF16 else []
     return [*words, "avx2 with vnni"] if "avx_vnni" in isa.cpu_flags() else words
 
 
@@ -165,7 +171,7 @@ def of_class(
         return
     if native.native_library() is None:
         pytest.skip("no C compiler here")
-    made_by_hand = {"portable": (), "avx2 with vnni": AVX_VNNI}
+    made_by_hand = {"portable": (), "avx2 with vnni": AVX_VNNI, "amx in C": (*isa.compiler_flags(), *TILES_IN_C)}
     if request.param in made_by_hand:
         monkeypatch.setattr(native, "compiler_flags", lambda: made_by_hand[request.param])
     else:
@@ -183,7 +189,7 @@ def forget_the_class() -> None:
 def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:
     arithmetic = {"portable": "vectors of 4", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512"}
     arithmetic |= {"avx2 with vnni": "AVX2"} | dict.fromkeys(FOREIGN, "NEON")
-    arithmetic |= {"bf16": "AVX512-BF16", "amx": "AMX"}
+    arithmetic |= {"bf16": "AVX512-BF16", "amx": "AMX", "amx in C": "AMX"}
     assert native.kernels_arithmetic().startswith(arithmetic[of_class])
     for num_in, num_out in ((64, 48), (100, 37), (2, 1), (514, 33)):
         weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
@@ -202,6 +208,31 @@ def check_product(
     for count in (1, 2, 3, 5, 6, 7, 12, 13, 14, 15, 18, 19, 28, 29, 112, 113, 215, 217, 503, 505):
         assert torch.equal(panels.multiply(x[:count]), whole[:count]), count
         assert torch.equal(panels.multiply(x[-count:], torch.float32), whole[-count:].float()), count
+
+
+def at_the_end_of_memory(rows: torch.Tensor) -> torch.Tensor:
+    """The same, in front of a page that nobody may read."""
+    page = mmap.PAGESIZE
+    room = -(-rows.nbytes // page) * page
+    memory = mmap.mmap(-1, room + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + room), page, 0) == 0
+    copy = torch.frombuffer(memory, dtype=rows.dtype, offset=room - rows.nbytes, count=rows.numel()).view(rows.shape)
+    return copy.copy_(rows)
+
+
+@pytest.mark.parametrize("count", [1, 15, 17, 33, 50])
+def test_nothing_behind_the_rows_is_read(count: int, of_class: str) -> None:
+    if of_class in FOREIGN:
+        pytest.skip("an emulator has memory of its own")
+    x, weight = torch.randn(count, 100).bfloat16(), torch.randn(40, 100).bfloat16()
+    at_end = at_the_end_of_memory(x)
+    for panels in (pack_bf16(weight, None), pack_int8(weight, None)):
+        expected = panels.multiply(x)
+        child = os.fork()
+        if not child:
+            os._exit(0 if torch.equal(panels.multiply(at_end), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0, "ended by a signal, or other bits"
 
 
 INTEGERS = {"portable": "", "avx2": "AVX2", "avx512": "AVX-512"}
