@@ -99,7 +99,8 @@ typedef struct {
     void *out;
     int is_wide;
     int64_t M, N, K;
-    bf16 *scratch; /* a widened panel for each seat, where there are more than FEW rows of integers */
+    char *scratch; /* of each seat: a widened panel, where there are more than FEW rows of integers, or sums that wait */
+    int64_t scratch_bytes;
 } product;
 
 /* Where a panel's sums go: rows N apart in `out` (bf16, or fp32 of the same values where is_wide), from its first column
@@ -148,9 +149,9 @@ static void multiply_integers(const product *all, int64_t p, bf16 *scratch) {
 
 static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
     const product *all = context;
-    bf16 *scratch = all->scratch ? all->scratch + seat * all->K * PANEL : 0;
+    void *scratch = all->scratch ? all->scratch + seat * all->scratch_bytes : 0;
     begin_panels(all->M);
-    if (!all->is_int8) times_panels(all, first, end);
+    if (!all->is_int8) times_panels(all, first, end, scratch);
     for (int64_t p = first; all->is_int8 && p < end; p++) multiply_integers(all, p, scratch);
     end_panels();
 }
@@ -159,9 +160,10 @@ static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
  * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
-    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, 0};
-    if (is_int8 && M > FEW) {
-        all.scratch = aligned_alloc(64, (size_t)(num_threads * K * PANEL) * sizeof(bf16));
+    int64_t scratch_bytes = !is_int8 ? waiting_bytes(M, K) : M > FEW ? K * PANEL * (int64_t)sizeof(bf16) : 0;
+    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, 0, scratch_bytes};
+    if (scratch_bytes) {
+        all.scratch = aligned_alloc(64, (size_t)(num_threads * scratch_bytes));
         if (!all.scratch) return 1;
     }
     team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);

@@ -10,12 +10,21 @@
 #define ARITHMETIC "AMX"
 #define FEW BLOCK_ROWS /* rows for which integers are widened as they come */
 
-/* Panels that rows are multiplied with while they are in the second cache: with 4,864 inputs they come from the third. */
+/* A block of rows is multiplied with some panels together, as long as all of them fit the second cache. With more inputs, a
+ * piece of these of up to SLAB rows does, and sums wait until the last piece. */
 #define TOGETHER 3
+#define MOST_INPUTS 6144
+#define PIECE 896
+#define SLAB 512
 
 static inline void begin_panels(int64_t M) { tiles_begin(M < BLOCK_ROWS ? M : BLOCK_ROWS); }
 
 static inline void end_panels(void) { tiles_end(); }
+
+/* What a seat needs for the sums that wait; 0 where rows fit as they are. */
+static inline int64_t waiting_bytes(int64_t M, int64_t K) {
+    return M > BLOCK_ROWS && K > MOST_INPUTS ? TOGETHER * SLAB * PANEL * (int64_t)sizeof(float) : 0;
+}
 
 static inline void put_rows(const float *sums, int64_t rows, int64_t m, const target *to) {
     for (int64_t r = 0; r < rows; r++) {
@@ -49,11 +58,38 @@ static void times_together(const product *all, const bf16 *panels, int64_t p, in
     if (is_uneven) tiles_begin(BLOCK_ROWS);
 }
 
-/* All rows times panels first to end - 1. */
-static void times_panels(const product *all, int64_t first, int64_t end) {
+/* One piece of one panel times `slab` rows from row m0 on, whose sums wait in [SLAB, PANEL] until the last piece. */
+static void piece_of_panel(const product *all, const bf16 *panel, int64_t k, int64_t m0, int64_t slab, const target *to,
+                           float *sums) {
+    int64_t K = all->K, inputs = K - k < PIECE ? K - k : PIECE;
+    tile_operand w = {panel + k * PANEL, 4 * PANEL};
+    for (int64_t m = 0; m < slab; m += BLOCK_ROWS) {
+        int64_t rows = slab - m < BLOCK_ROWS ? slab - m : BLOCK_ROWS;
+        tile_operand x = {all->x + (m0 + m) * K + k, 2 * K};
+        float *at = sums + m * PANEL;
+        if (!k) memset(at, 0, BLOCK_ROWS * PANEL * sizeof(float));
+        if (rows < BLOCK_ROWS) tiles_begin(rows);
+        if (rows <= TILE_ROWS) sum_tiles(0, 0, 1, 0, x, rows, w, inputs, at, PANEL);
+        else sum_tiles(1, 0, 1, 0, x, rows, w, inputs, at, PANEL);
+        if (rows < BLOCK_ROWS) tiles_begin(BLOCK_ROWS);
+        if (k + inputs == K) put_rows(at, rows, m0 + m, to);
+    }
+}
+
+/* All rows times panels first to end - 1. waiting: of `waiting_bytes`. */
+static void times_panels(const product *all, int64_t first, int64_t end, void *waiting) {
+    int64_t M = all->M, K = all->K;
     for (int64_t p = first; p < end; p += TOGETHER) {
-        const bf16 *panels = (const bf16 *)all->panels + p * PANEL * all->K;
-        times_together(all, panels, p, end - p < TOGETHER ? end - p : TOGETHER, 1);
+        const bf16 *panels = (const bf16 *)all->panels + p * PANEL * K;
+        int64_t count = end - p < TOGETHER ? end - p : TOGETHER;
+        if (!waiting) times_together(all, panels, p, count, 1);
+        for (int64_t m = 0; waiting && m < M; m += SLAB)
+            for (int64_t k = 0; k < K; k += PIECE)
+                for (int64_t i = 0; i < count; i++) {
+                    target to = target_of(all, p + i);
+                    float *sums = (float *)waiting + i * SLAB * PANEL;
+                    piece_of_panel(all, panels + i * K * PANEL, k, m, M - m < SLAB ? M - m : SLAB, &to, sums);
+                }
     }
 }
 

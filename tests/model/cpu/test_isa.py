@@ -235,6 +235,18 @@ def test_nothing_behind_the_rows_is_read(count: int, of_class: str) -> None:
         assert os.waitpid(child, 0)[1] == 0, "ended by a signal, or other bits"
 
 
+def test_many_rows_of_many_inputs_have_the_bits_of_few(of_class: str) -> None:
+    """They are multiplied in pieces that fit a cache."""
+    if of_class in FOREIGN:
+        pytest.skip("minutes under an emulator, and no pieces there")
+    weight, x = (torch.randn(130, 6180) * 0.1).bfloat16(), torch.randn(550, 6180).bfloat16()
+    panels = pack_bf16(weight, None)
+    whole = panels.multiply(x)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-3)
+    for rows in (slice(0, 32), slice(500, 516), slice(511, 543), slice(540, 550)):
+        assert torch.equal(panels.multiply(x[rows]), whole[rows])
+
+
 INTEGERS = {"portable": "", "avx2": "AVX2", "avx512": "AVX-512"}
 INTEGERS |= {"aarch64": "NEON", "aarch64 with dots": "NEON dot products"}
 """What multiplies them; VNNI everywhere else."""
