@@ -16,10 +16,12 @@ DATES = {
     "cli/bench/run.py": ["time.strftime"],  # when something was measured
     "cli/serve/record.py": ["time.time", "time.time"],  # where only a date tells when a process began
     "cli/tools/ps.py": ["time.time"],  # likewise
+    "cli/tools/doctor_checks.py": ["time.time"],  # how long until a certificate ends
     "cli/tools/top_screen.py": ["time.localtime", "time.strftime"],  # the clock on the screen
     "gateway/front/app.py": ["time.time"],  # the interface's own timestamps
     "gateway/text/chat_template.py": ["datetime.now"],
     "gateway/auth/authenticator.py": ["time.time"],  # an API key's expiry
+    "gateway/auth/reloader.py": ["time.time"],  # likewise
     "gateway/dialects/vllm/info.py": ["datetime.now", "datetime.now"],  # the dialect's own timestamps
     "gateway/dialects/vllm/messages.py": ["time.time"],
     "gateway/dialects/openengine/info.py": ["time.time_ns"],  # and of that one
