@@ -99,7 +99,9 @@ typedef struct {
     void *out;
     int is_wide;
     int64_t M, N, K;
-    char *scratch; /* of each seat: a widened panel, where there are more than FEW rows of integers, or sums that wait */
+    int64_t together; /* panels that are a job */
+    bf16 *laid_out; /* the rows, where panels want another order */
+    char *scratch; /* of each seat: a widened panel, where there are more than FEW rows of integers, and sums that wait */
     int64_t scratch_bytes;
 } product;
 
@@ -138,18 +140,24 @@ static inline void put(const target *to, int64_t m, int first, __m512 sum) {
 
 const char *octavo_arithmetic(void) { return ARITHMETIC; }
 
-static void multiply_integers(const product *all, int64_t p, bf16 *scratch) {
-    if (!scratch) {
+static inline int64_t widened_bytes(const product *all) {
+    return all->is_int8 && all->M > FEW ? all->K * PANEL * (int64_t)sizeof(bf16) : 0;
+}
+
+static void multiply_integers(const product *all, int64_t p, char *scratch) {
+    if (all->M <= FEW) {
         times_integers(all, p);
         return;
     }
-    widen_panel((const int8_t *)all->panels + p * PANEL * all->K, scratch, all->K * PANEL);
-    times_widened(all, scratch, p);
+    widen_panel((const int8_t *)all->panels + p * PANEL * all->K, (bf16 *)scratch, all->K * PANEL);
+    times_widened(all, (const bf16 *)scratch, p, scratch + widened_bytes(all));
 }
 
-static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
+static void multiply_some(void *context, int64_t first_job, int64_t end_job, int seat) {
     const product *all = context;
-    void *scratch = all->scratch ? all->scratch + seat * all->scratch_bytes : 0;
+    int64_t first = first_job * all->together, end = end_job * all->together, num_panels = (all->N + PANEL - 1) / PANEL;
+    if (end > num_panels) end = num_panels;
+    char *scratch = all->scratch + seat * all->scratch_bytes;
     begin_panels(all->M);
     if (!all->is_int8) times_panels(all, first, end, scratch);
     for (int64_t p = first; all->is_int8 && p < end; p++) multiply_integers(all, p, scratch);
@@ -160,14 +168,21 @@ static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
  * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
-    int64_t scratch_bytes = !is_int8 ? waiting_bytes(M, K) : M > FEW ? K * PANEL * (int64_t)sizeof(bf16) : 0;
-    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, 0, scratch_bytes};
-    if (scratch_bytes) {
-        all.scratch = aligned_alloc(64, (size_t)(num_threads * scratch_bytes));
-        if (!all.scratch) return 1;
+    int has_layout = wants_layout(M, is_int8);
+    int64_t num_panels = (N + PANEL - 1) / PANEL, laid_out = has_layout ? laid_out_bytes(M, K) : 0;
+    int64_t together = has_layout && !is_int8 ? panels_together(num_panels, num_threads) : 1;
+    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, together, 0, 0, 0};
+    all.scratch_bytes = widened_bytes(&all) + (has_layout ? waiting_bytes(K, together) : 0);
+    size_t bytes = (size_t)(laid_out + num_threads * all.scratch_bytes);
+    char *scratch = bytes ? aligned_alloc(64, bytes) : 0;
+    if (bytes && !scratch) return 1;
+    all.scratch = scratch + laid_out;
+    if (has_layout) {
+        all.laid_out = (bf16 *)scratch;
+        lay_out_rows(&all, num_threads);
     }
-    team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);
-    free(all.scratch);
+    team_run(multiply_some, &all, (num_panels + together - 1) / together, num_threads);
+    free(scratch);
     return 0;
 }
 

@@ -9,21 +9,56 @@
 
 #define ARITHMETIC "AMX"
 #define FEW BLOCK_ROWS /* rows for which integers are widened as they come */
+#define FEW_ROWS (2 * BLOCK_ROWS) /* that are multiplied as they lie, with one panel after the other */
 
-/* A block of rows is multiplied with some panels together, as long as all of them fit the second cache. With more inputs, a
- * piece of these of up to SLAB rows does, and sums wait until the last piece. */
-#define TOGETHER 3
-#define MOST_INPUTS 6144
-#define PIECE 896
+/* More rows are laid out in the order of tiles first, and a block of them is multiplied with TOGETHER panels, so that it comes
+ * to the first cache once for all of them. Not more than PIECE inputs at a time, of which the second cache has to hold the
+ * panels' weights; sums of up to SLAB rows wait there until the last piece. What of a block stays in the first cache is
+ * NEAR inputs. */
+#define TOGETHER 8
+#define PIECE 1024
 #define SLAB 512
+#define NEAR 512
+
+static inline int64_t up_to_whole(int64_t x, int64_t of) { return (x + of - 1) / of * of; }
+
+static inline int wants_layout(int64_t M, int is_int8) { return M > (is_int8 ? FEW : FEW_ROWS); }
+
+static inline int64_t laid_out_bytes(int64_t M, int64_t K) {
+    return up_to_whole(M, BLOCK_ROWS) * up_to_whole(K, TILE_INPUTS) * (int64_t)sizeof(bf16);
+}
+
+/* Blocks of rows as [K / TILE_INPUTS, BLOCK_ROWS, TILE_INPUTS], with zeros behind the last input and the last row. */
+static void lay_out_blocks(void *context, int64_t first, int64_t end, int seat) {
+    const product *all = context;
+    int64_t K = all->K, size = up_to_whole(K, TILE_INPUTS) * BLOCK_ROWS;
+    (void)seat;
+    for (int64_t row = first * BLOCK_ROWS; row < end * BLOCK_ROWS; row++) {
+        bf16 *to = all->laid_out + row / BLOCK_ROWS * size + row % BLOCK_ROWS * TILE_INPUTS;
+        for (int64_t k = 0; k < K; k += TILE_INPUTS, to += BLOCK_ROWS * TILE_INPUTS) {
+            __mmask32 is_there = row >= all->M ? 0 : K - k < TILE_INPUTS ? (__mmask32)((1u << (K - k)) - 1) : ~0u;
+            _mm512_store_si512(to, _mm512_maskz_loadu_epi16(is_there, all->x + row * K + k));
+        }
+    }
+}
+
+static void lay_out_rows(product *all, int num_threads) {
+    team_run(lay_out_blocks, all, (all->M + BLOCK_ROWS - 1) / BLOCK_ROWS, num_threads);
+}
 
 static inline void begin_panels(int64_t M) { tiles_begin(M < BLOCK_ROWS ? M : BLOCK_ROWS); }
 
 static inline void end_panels(void) { tiles_end(); }
 
-/* What a seat needs for the sums that wait; 0 where rows fit as they are. */
-static inline int64_t waiting_bytes(int64_t M, int64_t K) {
-    return M > BLOCK_ROWS && K > MOST_INPUTS ? TOGETHER * SLAB * PANEL * (int64_t)sizeof(float) : 0;
+/* How many panels are a job: as many jobs for each thread, where rows are read again for each of them. */
+static inline int64_t panels_together(int64_t num_panels, int num_threads) {
+    int64_t num_jobs = up_to_whole((num_panels + TOGETHER - 1) / TOGETHER, num_threads);
+    return (num_panels + num_jobs - 1) / num_jobs;
+}
+
+/* What a seat needs for the sums of `count` panels that wait; 0 where none do. */
+static inline int64_t waiting_bytes(int64_t K, int64_t count) {
+    return K > PIECE ? count * SLAB * PANEL * (int64_t)sizeof(float) : 0;
 }
 
 static inline void put_rows(const float *sums, int64_t rows, int64_t m, const target *to) {
@@ -33,76 +68,77 @@ static inline void put_rows(const float *sums, int64_t rows, int64_t m, const ta
     }
 }
 
-static void block_times_panel(const bf16 *x, int64_t rows, int64_t K, const bf16 *panel, int is_far, int64_t m,
-                              const target *to) {
+/* Up to FEW_ROWS rows times panel p, which comes from memory for the first of them. */
+static void times_panel(const product *all, int64_t p) {
+    int64_t M = all->M, K = all->K;
     float sums[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
-    tile_operand x_m = {x + m * K, 2 * K}, w = {panel, 4 * PANEL};
-    if (rows <= TILE_ROWS && is_far) sum_tiles(0, 1, 0, 0, x_m, rows, w, K, sums, PANEL);
-    else if (rows <= TILE_ROWS) sum_tiles(0, 0, 0, 0, x_m, rows, w, K, sums, PANEL);
-    else if (is_far) sum_tiles(1, 1, 0, 0, x_m, rows, w, K, sums, PANEL);
-    else sum_tiles(1, 0, 0, 0, x_m, rows, w, K, sums, PANEL);
-    put_rows(sums, rows, m, to);
-}
-
-/* All rows times `count` panels, of which the first is the product's panel p. */
-static void times_together(const product *all, const bf16 *panels, int64_t p, int64_t count, int is_far) {
-    int64_t M = all->M, K = all->K, is_uneven = M > BLOCK_ROWS && M % BLOCK_ROWS;
+    tile_operand w = {(const bf16 *)all->panels + p * PANEL * K, 4 * PANEL, 2 * TILE_INPUTS * PANEL};
+    target to = target_of(all, p);
     for (int64_t m = 0; m < M; m += BLOCK_ROWS) {
-        int64_t rows = M - m < BLOCK_ROWS ? M - m : BLOCK_ROWS;
-        if (is_uneven && rows < BLOCK_ROWS) tiles_begin(rows);
-        for (int64_t i = 0; i < count; i++) {
-            target to = target_of(all, p + i);
-            block_times_panel(all->x, rows, K, panels + i * K * PANEL, is_far && m == 0, m, &to);
-        }
+        int64_t rows = M - m < BLOCK_ROWS ? M - m : BLOCK_ROWS, is_uneven = M > BLOCK_ROWS && M % BLOCK_ROWS;
+        tile_operand x = {all->x + m * K, 2 * K, 2 * TILE_INPUTS};
+        if (is_uneven) tiles_begin(rows);
+        if (m && rows <= TILE_ROWS) sum_tiles(0, 0, 0, 0, 0, x, rows, w, K, sums, PANEL);
+        else if (m) sum_tiles(1, 0, 0, 0, 0, x, rows, w, K, sums, PANEL);
+        else if (rows <= TILE_ROWS) sum_tiles(0, 1, 0, 0, 0, x, rows, w, K, sums, PANEL);
+        else sum_tiles(1, 1, 0, 0, 0, x, rows, w, K, sums, PANEL);
+        put_rows(sums, rows, m, &to);
     }
-    if (is_uneven) tiles_begin(BLOCK_ROWS);
 }
 
-/* One piece of one panel times `slab` rows from row m0 on, whose sums wait in [SLAB, PANEL] until the last piece. */
-static void piece_of_panel(const product *all, const bf16 *panel, int64_t k, int64_t m0, int64_t slab, const target *to,
-                           float *sums) {
-    int64_t K = all->K, inputs = K - k < PIECE ? K - k : PIECE;
-    tile_operand w = {panel + k * PANEL, 4 * PANEL};
-    for (int64_t m = 0; m < slab; m += BLOCK_ROWS) {
-        int64_t rows = slab - m < BLOCK_ROWS ? slab - m : BLOCK_ROWS;
-        tile_operand x = {all->x + (m0 + m) * K + k, 2 * K};
-        float *at = sums + m * PANEL;
-        if (!k) memset(at, 0, BLOCK_ROWS * PANEL * sizeof(float));
-        if (rows < BLOCK_ROWS) tiles_begin(rows);
-        if (rows <= TILE_ROWS) sum_tiles(0, 0, 1, 0, x, rows, w, inputs, at, PANEL);
-        else sum_tiles(1, 0, 1, 0, x, rows, w, inputs, at, PANEL);
-        if (rows < BLOCK_ROWS) tiles_begin(BLOCK_ROWS);
-        if (k + inputs == K) put_rows(at, rows, m0 + m, to);
+/* Inputs k to k + inputs - 1 of rows m and on times `count` panels, of which the first is the product's panel p. */
+static void block_times_panels(const product *all, const bf16 *panels, int64_t p, int64_t count, int64_t m, int64_t k,
+                               int64_t inputs, float *waiting) {
+    int64_t M = all->M, K = all->K, rows = M - m < BLOCK_ROWS ? M - m : BLOCK_ROWS;
+    float here[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+    const bf16 *block = all->laid_out + m * up_to_whole(K, TILE_INPUTS) + k * BLOCK_ROWS;
+    tile_operand x = {block, 2 * TILE_INPUTS, 2 * TILE_INPUTS * BLOCK_ROWS};
+    for (int64_t i = 0; i < count; i++) {
+        tile_operand w = {panels + (i * K + k) * PANEL, 4 * PANEL, 2 * TILE_INPUTS * PANEL};
+        float *sums = K > PIECE ? waiting + (i * SLAB + m % SLAB) * PANEL : here;
+        int is_far = !m && !all->is_int8;
+        if (k && is_far) sum_tiles(1, 1, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+        else if (k) sum_tiles(1, 0, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+        else if (is_far) sum_tiles(1, 1, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+        else sum_tiles(1, 0, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+        if (k + inputs < K) continue;
+        target to = target_of(all, p + i);
+        put_rows(sums, rows, m, &to);
     }
+}
+
+/* All rows, laid out, times panels. waiting: of `waiting_bytes`. */
+static void times_together(const product *all, const bf16 *panels, int64_t p, int64_t count, float *waiting) {
+    int64_t M = all->M, K = all->K, num_pieces = (K + PIECE - 1) / PIECE;
+    int64_t piece = up_to_whole((K + num_pieces - 1) / num_pieces, TILE_INPUTS);
+    for (int64_t slab = 0; slab < M; slab += SLAB)
+        for (int64_t k = 0; k < K; k += piece)
+            for (int64_t m = slab; m < M && m < slab + SLAB; m += BLOCK_ROWS)
+                block_times_panels(all, panels, p, count, m, k, K - k < piece ? K - k : piece, waiting);
 }
 
 /* All rows times panels first to end - 1. waiting: of `waiting_bytes`. */
 static void times_panels(const product *all, int64_t first, int64_t end, void *waiting) {
-    int64_t M = all->M, K = all->K;
-    for (int64_t p = first; p < end; p += TOGETHER) {
-        const bf16 *panels = (const bf16 *)all->panels + p * PANEL * K;
-        int64_t count = end - p < TOGETHER ? end - p : TOGETHER;
-        if (!waiting) times_together(all, panels, p, count, 1);
-        for (int64_t m = 0; waiting && m < M; m += SLAB)
-            for (int64_t k = 0; k < K; k += PIECE)
-                for (int64_t i = 0; i < count; i++) {
-                    target to = target_of(all, p + i);
-                    float *sums = (float *)waiting + i * SLAB * PANEL;
-                    piece_of_panel(all, panels + i * K * PANEL, k, m, M - m < SLAB ? M - m : SLAB, &to, sums);
-                }
+    for (int64_t p = first; !all->laid_out && p < end; p++) times_panel(all, p);
+    for (int64_t p = first, count; all->laid_out && p < end; p += count) {
+        count = end - p < all->together ? end - p : all->together;
+        times_together(all, (const bf16 *)all->panels + p * PANEL * all->K, p, count, waiting);
     }
 }
 
-/* All rows times panel p, whose integers were widened. */
-static void times_widened(const product *all, const bf16 *panel, int64_t p) { times_together(all, panel, p, 1, 0); }
+/* More rows than FEW times panel p, whose integers were widened. waiting: of `waiting_bytes` of one panel. */
+static void times_widened(const product *all, const bf16 *panel, int64_t p, void *waiting) {
+    times_together(all, panel, p, 1, waiting);
+}
 
 /* Up to FEW rows times panel p of integers. */
 static void times_integers(const product *all, int64_t p) {
     int64_t M = all->M, K = all->K;
     float sums[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
-    tile_operand x = {all->x, 2 * K}, w = {(const bf16 *)((const int8_t *)all->panels + p * PANEL * K), 2 * PANEL};
-    if (M <= TILE_ROWS) sum_tiles(0, 1, 0, widen_panel, x, M, w, K, sums, PANEL);
-    else sum_tiles(1, 1, 0, widen_panel, x, M, w, K, sums, PANEL);
+    tile_operand x = {all->x, 2 * K, 2 * TILE_INPUTS};
+    tile_operand w = {(const bf16 *)((const int8_t *)all->panels + p * PANEL * K), 2 * PANEL, TILE_INPUTS * PANEL};
+    if (M <= TILE_ROWS) sum_tiles(0, 1, 0, 0, widen_panel, x, M, w, K, sums, PANEL);
+    else sum_tiles(1, 1, 0, 0, widen_panel, x, M, w, K, sums, PANEL);
     target to = target_of(all, p);
     put_rows(sums, M, 0, &to);
 }

@@ -88,7 +88,18 @@ static inline int64_t rows_of_tile(int64_t m, int64_t M) {
     return are_alike ? (left + 1) / 2 : left < TILE ? left : TILE;
 }
 
-static inline int64_t waiting_bytes(int64_t M, int64_t K) { return (void)M, (void)K, 0; }
+/* Rows are multiplied as they lie, and no sums wait. */
+static inline int wants_layout(int64_t M, int is_int8) { return (void)M, (void)is_int8, 0; }
+
+static inline int64_t panels_together(int64_t num_panels, int num_threads) {
+    return (void)num_panels, (void)num_threads, 1;
+}
+
+static inline int64_t laid_out_bytes(int64_t M, int64_t K) { return (void)M, (void)K, 0; }
+
+static inline void lay_out_rows(product *all, int num_threads) { (void)all, (void)num_threads; }
+
+static inline int64_t waiting_bytes(int64_t K, int64_t count) { return (void)K, (void)count, 0; }
 
 static inline void begin_panels(int64_t M) { (void)M; }
 
@@ -111,7 +122,10 @@ static void times_panels(const product *all, int64_t first, int64_t end, void *w
 }
 
 /* All rows times panel p, whose integers were widened. */
-static void times_widened(const product *all, const bf16 *panel, int64_t p) { times_panel(all, panel, p, 0); }
+static void times_widened(const product *all, const bf16 *panel, int64_t p, void *waiting) {
+    (void)waiting;
+    times_panel(all, panel, p, 0);
+}
 
 /* Up to FEW rows times panel p of integers. */
 static void times_integers(const product *all, int64_t p) {

@@ -44,10 +44,11 @@ static inline void end_spans(void) { tiles_end(); }
 
 static void score_span(const bf16 *q, const bf16 *keys, int64_t H, int64_t num_panels, float factor, float *score) {
     __m512 by = _mm512_set1_ps(factor);
-    tile_operand x = {q, 2 * H};
+    tile_operand x = {q, 2 * H, 2 * TILE_INPUTS};
     for (int64_t p = 0; p < num_panels; p++) {
         float *to = score + p * PANEL;
-        sum_tiles(1, 0, 0, 0, x, TILE, (tile_operand){keys + p * PANEL * H, 4 * PANEL}, H, to, SPAN);
+        tile_operand w = {keys + p * PANEL * H, 4 * PANEL, 2 * TILE_INPUTS * PANEL};
+        sum_tiles(1, 0, 0, 0, 0, x, TILE, w, H, to, SPAN);
         for (float *row = to; row < to + TILE * SPAN; row += SPAN) {
             _mm512_storeu_ps(row, _mm512_mul_ps(_mm512_loadu_ps(row), by));
             _mm512_storeu_ps(row + 16, _mm512_mul_ps(_mm512_loadu_ps(row + 16), by));
@@ -60,9 +61,11 @@ static void mix_span(const bf16 *weight, const bf16 *values, int64_t H, int64_t 
     for (int m = 0; m < TILE; m++)
         for (int64_t h = m * H; h < (m + 1) * H; h += 16)
             _mm512_storeu_ps(sum + h, _mm512_mul_ps(_mm512_loadu_ps(sum + h), _mm512_set1_ps(shrink[m])));
-    for (int64_t h = 0; h < H; h += PANEL)
-        sum_tiles(1, 0, 1, 0, (tile_operand){weight, 2 * SPAN}, TILE, (tile_operand){values + 2 * h, 4 * H}, width,
-                  sum + h, H);
+    tile_operand x = {weight, 2 * SPAN, 2 * TILE_INPUTS};
+    for (int64_t h = 0; h < H; h += PANEL) {
+        tile_operand w = {values + 2 * h, 4 * H, 2 * TILE_INPUTS * H};
+        sum_tiles(1, 0, 1, 0, 0, x, TILE, w, width, sum + h, H);
+    }
 }
 
 #else

@@ -25,6 +25,9 @@
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define TILE_LOAD(t, from, step) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"((int64_t)(step)) : "memory")
+/* Leaves the first cache to what stays there. */
+#define TILE_PASS(t, from, step) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(from), "r"((int64_t)(step)) : "memory")
 #define TILE_STORE(t, to, step) \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(step)) : "memory")
 #define TILE_MULTIPLY(sums, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sums ::)
@@ -49,21 +52,35 @@ static inline void tiles_begin(int64_t rows) {
 /* After the last: what a thread holds in tiles is saved whenever another one gets its processor. */
 static inline void tiles_end(void) { TILE_RELEASE(); }
 
-/* A matrix of which a block is read or written; step: bytes from one row to the next, of weights from one pair of inputs
- * to the next. */
+/* A matrix of which a block is read; step: bytes from one row to the next, of weights from one pair of inputs to the next;
+ * next: bytes from TILE_INPUTS inputs to those behind. */
 typedef struct {
     const uint16_t *at;
-    int64_t step;
+    int64_t step, next;
 } tile_operand;
 
-static inline __attribute__((always_inline)) void add_step(const int has_second, tile_operand x, tile_operand w) {
-    TILE_LOAD(6, w.at, w.step);
-    TILE_LOAD(4, x.at, x.step);
+static inline tile_operand behind(tile_operand x, int64_t bytes) {
+    x.at = (const uint16_t *)((const char *)x.at + bytes);
+    return x;
+}
+
+/* What passes by the first cache. */
+enum passing { NOTHING, WEIGHTS, ALL };
+
+static inline __attribute__((always_inline)) void add_step(const int has_second, const enum passing passing, tile_operand x,
+                                                           tile_operand w) {
+    tile_operand second = behind(x, TILE_ROWS * x.step);
+    if (passing == NOTHING) TILE_LOAD(6, w.at, w.step);
+    else TILE_PASS(6, w.at, w.step);
+    if (passing == ALL) TILE_PASS(4, x.at, x.step);
+    else TILE_LOAD(4, x.at, x.step);
     TILE_MULTIPLY(0, 4, 6);
-    TILE_LOAD(7, w.at + BLOCK_OUTPUTS, w.step);
+    if (passing == NOTHING) TILE_LOAD(7, w.at + BLOCK_OUTPUTS, w.step);
+    else TILE_PASS(7, w.at + BLOCK_OUTPUTS, w.step);
     TILE_MULTIPLY(1, 4, 7);
     if (!has_second) return;
-    TILE_LOAD(5, (const char *)x.at + TILE_ROWS * x.step, x.step);
+    if (passing == ALL) TILE_PASS(5, second.at, x.step);
+    else TILE_LOAD(5, second.at, x.step);
     TILE_MULTIPLY(2, 5, 6);
     TILE_MULTIPLY(3, 5, 7);
 }
@@ -71,14 +88,37 @@ static inline __attribute__((always_inline)) void add_step(const int has_second,
 /* Makes pairs of bf16 of `count` other numbers, which are half as wide. */
 typedef void (*tile_widen)(const int8_t *from, uint16_t *to, int64_t count);
 
-/* sums = x @ w.T over K inputs, or with is_more added to what is there. has_second: more than TILE_ROWS rows; is_far: the
- * weights come from memory; widen: what makes them pairs as they come, or 0 where they are. All of these are constants where
- * this is called. sums: rows of `step` floats. */
-static inline __attribute__((always_inline)) void sum_tiles(const int has_second, const int is_far, const int is_more,
-                                                            const tile_widen widen, tile_operand x, int64_t rows,
-                                                            tile_operand w, int64_t K, float *sums, int64_t step) {
-    const int64_t step_numbers = TILE_INPUTS * BLOCK_OUTPUTS, pair_bytes = 4 * BLOCK_OUTPUTS;
+/* Steps from input k on, before `end`. */
+static inline __attribute__((always_inline)) void add_steps(const int has_second, const enum passing passing,
+                                                            const int is_far, const tile_widen widen, tile_operand x,
+                                                            tile_operand w, int64_t k, int64_t end) {
+    const int64_t numbers = TILE_INPUTS * BLOCK_OUTPUTS;
     uint16_t widened[2][TILE_INPUTS * BLOCK_OUTPUTS] __attribute__((aligned(64))); /* by turns: one is read still */
+    tile_operand x_k = behind(x, k / TILE_INPUTS * x.next), w_k = behind(w, k / TILE_INPUTS * w.next);
+    for (; k < end; k += TILE_INPUTS) {
+        if (is_far)
+            for (int64_t line = 0; line < numbers * (widen ? 1 : 2); line += 64)
+                __builtin_prefetch((const char *)w_k.at + TILE_AHEAD + line, 0, 2);
+        if (widen) {
+            uint16_t *pairs = widened[k / TILE_INPUTS % 2];
+            widen((const int8_t *)w_k.at, pairs, numbers);
+            add_step(has_second, passing, x_k, (tile_operand){pairs, 4 * BLOCK_OUTPUTS, 0});
+        } else {
+            add_step(has_second, passing, x_k, w_k);
+        }
+        x_k = behind(x_k, x.next), w_k = behind(w_k, w.next);
+    }
+}
+
+/* sums = x @ w.T over K inputs, or with is_more added to what is there. has_second: more than TILE_ROWS rows; is_far: the
+ * weights come from memory; stays: as many inputs of these rows stay in the first cache, by which all else passes then, as
+ * other weights follow (0: nothing is known of that); widen: what makes weights pairs as they come, or 0 where they are. All
+ * of these are constants where this is called. sums: rows of `step` floats. */
+static inline __attribute__((always_inline)) void sum_tiles(const int has_second, const int is_far, const int is_more,
+                                                            const int64_t stays, const tile_widen widen, tile_operand x,
+                                                            int64_t rows, tile_operand w, int64_t K, float *sums,
+                                                            int64_t step) {
+    const int64_t pair_bytes = 4 * BLOCK_OUTPUTS;
     float *second = sums + TILE_ROWS * step;
     int64_t bytes = 4 * step, whole = K - K % TILE_INPUTS;
     if (is_more) {
@@ -96,29 +136,21 @@ static inline __attribute__((always_inline)) void sum_tiles(const int has_second
             TILE_ZERO(3);
         }
     }
-    tile_operand x_k = x, w_k = w;
-    for (int64_t k = 0; k < whole; k += TILE_INPUTS) {
-        if (is_far)
-            for (int64_t line = 0; line < step_numbers * (widen ? 1 : 2); line += 64)
-                __builtin_prefetch((const char *)w_k.at + TILE_AHEAD + line, 0, 2);
-        if (widen) {
-            uint16_t *pairs = widened[k / TILE_INPUTS % 2];
-            widen((const int8_t *)w_k.at, pairs, step_numbers);
-            add_step(has_second, x_k, (tile_operand){pairs, pair_bytes});
-        } else {
-            add_step(has_second, x_k, w_k);
-        }
-        x_k.at += TILE_INPUTS;
-        w_k.at = (const uint16_t *)((const char *)w_k.at + TILE_INPUTS / 2 * w.step);
+    if (stays) {
+        add_steps(has_second, WEIGHTS, is_far, widen, x, w, 0, whole < stays ? whole : stays);
+        add_steps(has_second, ALL, is_far, widen, x, w, stays, whole);
+    } else {
+        add_steps(has_second, NOTHING, is_far, widen, x, w, 0, whole);
     }
     if (whole < K) { /* what is left, with zeros behind */
         uint16_t x_rest[BLOCK_ROWS * TILE_INPUTS] = {0}, w_rest[TILE_INPUTS * BLOCK_OUTPUTS] = {0};
+        tile_operand x_k = behind(x, whole / TILE_INPUTS * x.next), w_k = behind(w, whole / TILE_INPUTS * w.next);
         for (int64_t r = 0; r < rows; r++)
-            memcpy(x_rest + r * TILE_INPUTS, (const char *)x_k.at + r * x.step, (size_t)(K - whole) * 2);
+            memcpy(x_rest + r * TILE_INPUTS, behind(x_k, r * x.step).at, (size_t)(K - whole) * 2);
         if (widen) widen((const int8_t *)w_k.at, w_rest, (K - whole) * BLOCK_OUTPUTS);
         for (int64_t pair = 0; !widen && pair < (K - whole) / 2; pair++)
-            memcpy(w_rest + pair * 2 * BLOCK_OUTPUTS, (const char *)w_k.at + pair * w.step, (size_t)pair_bytes);
-        add_step(has_second, (tile_operand){x_rest, 2 * TILE_INPUTS}, (tile_operand){w_rest, pair_bytes});
+            memcpy(w_rest + pair * 2 * BLOCK_OUTPUTS, behind(w_k, pair * w.step).at, (size_t)pair_bytes);
+        add_step(has_second, NOTHING, (tile_operand){x_rest, 2 * TILE_INPUTS, 0}, (tile_operand){w_rest, pair_bytes, 0});
     }
     TILE_STORE(0, sums, bytes);
     TILE_STORE(1, sums + 16, bytes);

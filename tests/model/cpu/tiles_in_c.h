@@ -66,5 +66,6 @@ static inline void tile_multiply(int sums, int x, int w) {
 #define TILE_RELEASE() ((void)memset(&tiles, 0, sizeof tiles))
 #define TILE_ZERO(t) tile_zero(t)
 #define TILE_LOAD(t, from, step) tile_load(t, from, step)
+#define TILE_PASS(t, from, step) tile_load(t, from, step)
 #define TILE_STORE(t, to, step) tile_store(t, to, step)
 #define TILE_MULTIPLY(sums, x, w) tile_multiply(sums, x, w)
