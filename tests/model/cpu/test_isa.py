@@ -236,15 +236,16 @@ def test_nothing_behind_the_rows_is_read(count: int, of_class: str) -> None:
 
 
 def test_many_rows_of_many_inputs_have_the_bits_of_few(of_class: str) -> None:
-    """They are multiplied in pieces that fit a cache."""
+    """They are multiplied in pieces that fit a cache, some panels together."""
     if of_class in FOREIGN:
         pytest.skip("minutes under an emulator, and no pieces there")
-    weight, x = (torch.randn(130, 6180) * 0.1).bfloat16(), torch.randn(550, 6180).bfloat16()
-    panels = pack_bf16(weight, None)
-    whole = panels.multiply(x)
-    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-3)
-    for rows in (slice(0, 32), slice(500, 516), slice(511, 543), slice(540, 550)):
-        assert torch.equal(panels.multiply(x[rows]), whole[rows])
+    weight, x = (torch.randn(330, 2180) * 0.1).bfloat16(), torch.randn(550, 2180).bfloat16()
+    for panels in (pack_bf16(weight, None), pack_int8(weight, None)):
+        whole = panels.multiply(x)
+        exact = x.double() @ panels.unpacked().double().T
+        torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-3)
+        for rows in (slice(0, 32), slice(500, 516), slice(511, 543), slice(540, 550), slice(3, 68), slice(450, 523)):
+            assert torch.equal(panels.multiply(x[rows]), whole[rows])
 
 
 INTEGERS = {"portable": "", "avx2": "AVX2", "avx512": "AVX-512"}
