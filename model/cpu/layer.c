@@ -35,6 +35,9 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads);
 int octavo_matmul_int8(const bf16 *x, const int8_t *panels, const float *scale, const float *bias, void *out,
                        int is_wide, int64_t M, int64_t N, int64_t K, int num_threads);
+int octavo_can_gate(int64_t M, int64_t I);
+int octavo_matmul_gated(const bf16 *x, const void *panels, const float *scale, const float *bias, bf16 *out, int64_t M,
+                        int64_t I, int64_t K, int num_threads);
 void octavo_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t T, int64_t D, float epsilon,
                      int num_threads);
 void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int num_threads);
@@ -64,6 +67,17 @@ static int multiply(const weight *by, const bf16 *x, bf16 *out, int64_t T, int n
     return octavo_multiply(by, x, out, 0, T, num_threads);
 }
 
+/* out = silu(gate) * up of x @ w.T. scratch: T * by->N. */
+static int multiply_gated(const weight *by, const bf16 *x, bf16 *out, bf16 *scratch, int64_t T,
+                          const stage_threads *threads) {
+    int64_t I = by->N / 2;
+    if (by->layout == PAIRS && octavo_can_gate(T, I))
+        return octavo_matmul_gated(x, by->panels, by->scale, by->bias, out, T, I, by->K, threads->gate_up);
+    if (multiply(by, x, scratch, T, threads->gate_up)) return 1;
+    octavo_silu_mul(scratch, out, T, I, threads->silu);
+    return 0;
+}
+
 static void add(const bf16 *x, const bf16 *y, bf16 *out, int64_t T, int64_t D, int num_threads) {
     sums all = {x, y, out, D};
     team_run(add_some, &all, T, num_threads);
@@ -78,8 +92,7 @@ int octavo_layer_rest(const layer_rest *rest, const bf16 *attended, const bf16 *
     if (multiply(&rest->o, attended, x, T, threads->o)) return 1;
     add(hidden, x, out, T, D, threads->stream);
     octavo_rms_norm(out, rest->norm, x, T, D, rest->epsilon, threads->stream);
-    if (multiply(&rest->gate_up, x, gate_up, T, threads->gate_up)) return 1;
-    octavo_silu_mul(gate_up, act, T, I, threads->silu);
+    if (multiply_gated(&rest->gate_up, x, act, gate_up, T, threads)) return 1;
     if (multiply(&rest->down, act, x, T, threads->down)) return 1;
     add(out, x, out, T, D, threads->stream);
     return 0;

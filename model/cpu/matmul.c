@@ -99,6 +99,7 @@ typedef struct {
     void *out;
     int is_wide;
     int64_t M, N, K;
+    int64_t ups; /* panels from a gate's to its up's; 0 where outputs are what was summed */
     int64_t together; /* panels that are a job */
     bf16 *laid_out; /* the rows, where panels want another order */
     char *scratch; /* of each seat: a widened panel, where there are more than FEW rows of integers, and sums that wait */
@@ -119,16 +120,21 @@ static inline target target_of(const product *all, int64_t p) {
     return (target){all->scale + column, all->bias + column, all->out, column, all->N, all->N - column, all->is_wide};
 }
 
+static inline __m256i rounded(const target *to, int first, __m512 sum) {
+    return (__m256i)_mm512_cvtneps_pbh(
+        _mm512_fmadd_ps(sum, _mm512_loadu_ps(to->scale + first), _mm512_loadu_ps(to->bias + first)));
+}
+
+static inline __m512i wide_of(__m256i half) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16); }
+
 static inline void put(const target *to, int64_t m, int first, __m512 sum) {
     int64_t width = to->width - first, at = m * to->N + to->column + first;
     __mmask16 mask = width >= 16 ? 0xffff : width <= 0 ? 0 : (__mmask16)((1u << width) - 1);
-    sum = _mm512_fmadd_ps(sum, _mm512_loadu_ps(to->scale + first), _mm512_loadu_ps(to->bias + first));
-    __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sum);
+    __m256i half = rounded(to, first, sum);
     if (to->is_wide) {
-        __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
-        _mm512_mask_storeu_epi32((float *)to->out + at, mask, wide);
+        _mm512_mask_storeu_epi32((float *)to->out + at, mask, wide_of(half));
     } else {
-        _mm256_mask_storeu_epi16((bf16 *)to->out + at, mask, rounded);
+        _mm256_mask_storeu_epi16((bf16 *)to->out + at, mask, half);
     }
 }
 
@@ -164,15 +170,13 @@ static void multiply_some(void *context, int64_t first_job, int64_t end_job, int
     end_panels();
 }
 
-/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:
- * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
-int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
-                  int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
-    int has_layout = wants_layout(M, is_int8);
-    int64_t num_panels = (N + PANEL - 1) / PANEL, laid_out = has_layout ? laid_out_bytes(M, K) : 0;
-    int64_t together = has_layout && !is_int8 ? panels_together(num_panels, num_threads) : 1;
-    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, together, 0, 0, 0};
-    all.scratch_bytes = widened_bytes(&all) + (has_layout ? waiting_bytes(K, together) : 0);
+/* All of a product whose shape and operands are known. Returns 0, or 1 without memory. */
+static int multiply_all(product all, int num_threads) {
+    int has_layout = wants_layout(all.M, all.is_int8);
+    int64_t num_panels = (all.N + PANEL - 1) / PANEL, laid_out = has_layout ? laid_out_bytes(all.M, all.K) : 0;
+    all.together = has_layout && !all.is_int8 ? panels_together(&all, num_panels, num_threads) : 1;
+    int64_t waiting = has_layout ? waiting_bytes(all.K, all.ups ? 2 * all.together : all.together) : 0;
+    all.scratch_bytes = widened_bytes(&all) + waiting;
     size_t bytes = (size_t)(laid_out + num_threads * all.scratch_bytes);
     char *scratch = bytes ? aligned_alloc(64, bytes) : 0;
     if (bytes && !scratch) return 1;
@@ -181,9 +185,27 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
         all.laid_out = (bf16 *)scratch;
         lay_out_rows(&all, num_threads);
     }
-    team_run(multiply_some, &all, (num_panels + together - 1) / together, num_threads);
+    team_run(multiply_some, &all, (num_panels + all.together - 1) / all.together, num_threads);
     free(scratch);
     return 0;
+}
+
+/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:
+ * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
+int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
+                  int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
+    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, 0, 0, 0, 0, 0};
+    return multiply_all(all, num_threads);
+}
+
+int octavo_can_gate(int64_t M, int64_t I) { return can_gate(M, I); }
+
+/* out = silu(gate) * up, of bf16 weights of which the first I outputs are gates: the same bits as by two kernels, without
+ * a pass over memory between them. out: [M, I]; only where `octavo_can_gate`. Returns 0, or 1 without memory. */
+int octavo_matmul_gated(const bf16 *x, const void *panels, const float *scale, const float *bias, bf16 *out, int64_t M,
+                        int64_t I, int64_t K, int num_threads) {
+    product all = {x, panels, 0, scale, bias, out, 0, M, I, K, I / PANEL, 0, 0, 0, 0};
+    return multiply_all(all, num_threads);
 }
 
 #endif

@@ -6,6 +6,7 @@
 #define OCTAVO_PANELS_H
 
 #include "tiles_amx.h"
+#include "vectors.h"
 
 #define ARITHMETIC "AMX"
 #define FEW BLOCK_ROWS /* rows for which integers are widened as they come */
@@ -23,6 +24,8 @@
 static inline int64_t up_to_whole(int64_t x, int64_t of) { return (x + of - 1) / of * of; }
 
 static inline int wants_layout(int64_t M, int is_int8) { return M > (is_int8 ? FEW : FEW_ROWS); }
+
+static inline int can_gate(int64_t M, int64_t I) { return wants_layout(M, 0) && I % PANEL == 0; }
 
 static inline int64_t laid_out_bytes(int64_t M, int64_t K) {
     return up_to_whole(M, BLOCK_ROWS) * up_to_whole(K, TILE_INPUTS) * (int64_t)sizeof(bf16);
@@ -51,8 +54,8 @@ static inline void begin_panels(int64_t M) { tiles_begin(M < BLOCK_ROWS ? M : BL
 static inline void end_panels(void) { tiles_end(); }
 
 /* How many panels are a job: as many jobs for each thread, where rows are read again for each of them. */
-static inline int64_t panels_together(int64_t num_panels, int num_threads) {
-    int64_t num_jobs = up_to_whole((num_panels + TOGETHER - 1) / TOGETHER, num_threads);
+static inline int64_t panels_together(const product *all, int64_t num_panels, int num_threads) {
+    int64_t most = all->ups ? TOGETHER / 2 : TOGETHER, num_jobs = up_to_whole((num_panels + most - 1) / most, num_threads);
     return (num_panels + num_jobs - 1) / num_jobs;
 }
 
@@ -86,24 +89,46 @@ static void times_panel(const product *all, int64_t p) {
     }
 }
 
-/* Inputs k to k + inputs - 1 of rows m and on times `count` panels, of which the first is the product's panel p. */
+/* As `put_rows` of a gate's sums and its up's, but silu(gate) * up, which are rounded as they would have been by themselves. */
+static inline void put_gated_rows(const float *gate, const float *up, int64_t rows, int64_t m, const target *to,
+                                  const target *to_up) {
+    bf16 *out = (bf16 *)to->out + m * to->N + to->column;
+    for (int64_t r = 0; r < rows; r++, out += to->N)
+        for (int i = 0; i < PANEL; i += LANES) {
+            vec g = (vec)wide_of(rounded(to, i, _mm512_load_ps(gate + r * PANEL + i)));
+            vec u = (vec)wide_of(rounded(to_up, i, _mm512_load_ps(up + r * PANEL + i)));
+            narrow(out + i, round_bf16(silu(g)) * u);
+        }
+}
+
+/* `inputs` of a block of rows, laid out, times a panel, from input k on. */
+static inline void sum_block(tile_operand x, const bf16 *panel, int64_t k, int64_t inputs, int is_far, float *sums) {
+    tile_operand w = {panel + k * PANEL, 4 * PANEL, 2 * TILE_INPUTS * PANEL};
+    if (k && is_far) sum_tiles(1, 1, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+    else if (k) sum_tiles(1, 0, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+    else if (is_far) sum_tiles(1, 1, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+    else sum_tiles(1, 0, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
+}
+
+/* Inputs k to k + inputs - 1 of rows m and on times `count` panels, of which the first is the product's panel p, and times
+ * the ups that belong to them. */
 static void block_times_panels(const product *all, const bf16 *panels, int64_t p, int64_t count, int64_t m, int64_t k,
                                int64_t inputs, float *waiting) {
-    int64_t M = all->M, K = all->K, rows = M - m < BLOCK_ROWS ? M - m : BLOCK_ROWS;
-    float here[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+    int64_t M = all->M, K = all->K, ups = all->ups, rows = M - m < BLOCK_ROWS ? M - m : BLOCK_ROWS;
+    float here[2][BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
     const bf16 *block = all->laid_out + m * up_to_whole(K, TILE_INPUTS) + k * BLOCK_ROWS;
     tile_operand x = {block, 2 * TILE_INPUTS, 2 * TILE_INPUTS * BLOCK_ROWS};
+    int is_far = !m && !all->is_int8, is_last = k + inputs == K;
     for (int64_t i = 0; i < count; i++) {
-        tile_operand w = {panels + (i * K + k) * PANEL, 4 * PANEL, 2 * TILE_INPUTS * PANEL};
-        float *sums = K > PIECE ? waiting + (i * SLAB + m % SLAB) * PANEL : here;
-        int is_far = !m && !all->is_int8;
-        if (k && is_far) sum_tiles(1, 1, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
-        else if (k) sum_tiles(1, 0, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
-        else if (is_far) sum_tiles(1, 1, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
-        else sum_tiles(1, 0, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
-        if (k + inputs < K) continue;
+        float *at = waiting + ((ups ? 2 * i : i) * SLAB + m % SLAB) * PANEL;
+        float *sums = K > PIECE ? at : here[0], *up_sums = K > PIECE ? at + SLAB * PANEL : here[1];
         target to = target_of(all, p + i);
-        put_rows(sums, rows, m, &to);
+        sum_block(x, panels + i * K * PANEL, k, inputs, is_far, sums);
+        if (is_last && !ups) put_rows(sums, rows, m, &to);
+        if (!ups) continue;
+        target to_up = target_of(all, p + i + ups);
+        sum_block(x, panels + (i + ups) * K * PANEL, k, inputs, is_far, up_sums);
+        if (is_last) put_gated_rows(sums, up_sums, rows, m, &to, &to_up);
     }
 }
 

@@ -91,8 +91,10 @@ static inline int64_t rows_of_tile(int64_t m, int64_t M) {
 /* Rows are multiplied as they lie, and no sums wait. */
 static inline int wants_layout(int64_t M, int is_int8) { return (void)M, (void)is_int8, 0; }
 
-static inline int64_t panels_together(int64_t num_panels, int num_threads) {
-    return (void)num_panels, (void)num_threads, 1;
+static inline int can_gate(int64_t M, int64_t I) { return (void)M, (void)I, 0; }
+
+static inline int64_t panels_together(const product *all, int64_t num_panels, int num_threads) {
+    return (void)all, (void)num_panels, (void)num_threads, 1;
 }
 
 static inline int64_t laid_out_bytes(int64_t M, int64_t K) { return (void)M, (void)K, 0; }

@@ -354,7 +354,8 @@ def test_chunks_keep_their_bits_and_what_is_no_number_its_head(of_class: str) ->
 
 @pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8, WeightFormat.INT8_WEIGHTS])
 def test_a_fused_layer_has_the_bits_of_its_stages(wanted: WeightFormat, of_class: str) -> None:
-    test_layer.test_the_bits_are_those_of_the_stages_one_by_one(wanted, 13)
+    for num_tokens in (13, 65):
+        test_layer.test_the_bits_are_those_of_the_stages_one_by_one(wanted, 352, num_tokens)
 
 
 def test_a_packed_model_steps_as_the_plain_one(of_class: str) -> None:

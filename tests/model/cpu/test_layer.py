@@ -34,10 +34,14 @@ def one_by_one(layer: DecoderLayer, attended_TC: torch.Tensor, hidden_TD: torch.
     return hidden_TD + layer.mlp(layer.post_attention_layernorm(hidden_TD))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 13, 40])
+@pytest.mark.parametrize("num_tokens", [1, 8, 13, 40, 65, 97])
+@pytest.mark.parametrize("intermediate_size", [352, 336])  # whole panels or not
 @pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8])
-def test_the_bits_are_those_of_the_stages_one_by_one(wanted: WeightFormat, num_tokens: int) -> None:
-    layer = fused(wanted, hidden_size=96, intermediate_size=352, num_attention_heads=3, num_key_value_heads=1)
+def test_the_bits_are_those_of_the_stages_one_by_one(
+    wanted: WeightFormat, intermediate_size: int, num_tokens: int
+) -> None:
+    size = {"hidden_size": 96, "intermediate_size": intermediate_size}
+    layer = fused(wanted, **size, num_attention_heads=3, num_key_value_heads=1)
     rest = layer.rest
     assert rest is not None
     attended_TC, hidden_TD = normal(num_tokens, rest.o.num_inputs, seed=2), normal(num_tokens, 96, seed=3)
@@ -46,12 +50,14 @@ def test_the_bits_are_those_of_the_stages_one_by_one(wanted: WeightFormat, num_t
     assert torch.equal(hidden_TD, before)
 
 
-def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(70, 896), (550, 1120)])  # whole, and in slabs and pieces
+def test_many_threads_give_the_same_bits(num_tokens: int, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    layer = fused(WeightFormat.BF16, hidden_size=896, intermediate_size=1024)
+    layer = fused(WeightFormat.BF16, hidden_size=hidden_size, intermediate_size=1024)
     rest = layer.rest
     assert rest is not None
-    attended_TC, hidden_TD = normal(70, rest.o.num_inputs, seed=2), normal(70, 896, seed=3)
+    attended_TC = normal(num_tokens, rest.o.num_inputs, seed=2)
+    hidden_TD = normal(num_tokens, hidden_size, seed=3)
     assert torch.equal(rest.run(attended_TC, hidden_TD), one_by_one(layer, attended_TC, hidden_TD))
 
 
