@@ -6,6 +6,7 @@ import torch
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import PagedSequences
+from octavo.model.cpu import ops
 from octavo.model.cpu.products import LayerRest, PanelWeight, can_panel, pack_bf16
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import WeightFormat
@@ -59,6 +60,18 @@ def test_many_threads_give_the_same_bits(num_tokens: int, hidden_size: int, monk
     attended_TC = normal(num_tokens, rest.o.num_inputs, seed=2)
     hidden_TD = normal(num_tokens, hidden_size, seed=3)
     assert torch.equal(rest.run(attended_TC, hidden_TD), one_by_one(layer, attended_TC, hidden_TD))
+
+
+def test_gates_and_ups_have_each_their_bias() -> None:
+    """Qwen's have none; those of checkpoints that others quantised may."""
+    o, down = (pack_bf16(normal(*shape, seed=4), None) for shape in ((64, 32), (64, 96)))
+    gate_up = pack_bf16(normal(192, 64, seed=5), normal(192, seed=6))
+    norm_D = normal(64, seed=7)
+    rest = LayerRest.of(o=o, gate_up=gate_up, down=down, norm_D=norm_D, epsilon=1e-6)
+    attended_TC, hidden_TD = normal(70, 32, seed=2), normal(70, 64, seed=3)
+    sum_TD = hidden_TD + o.multiply(attended_TC)
+    act_TI = ops.silu_mul(gate_up.multiply(ops.rms_norm(sum_TD, norm_D, 1e-6)))
+    assert torch.equal(rest.run(attended_TC, hidden_TD), sum_TD + down.multiply(act_TI))
 
 
 def test_a_step_of_a_packed_model_goes_through_it() -> None:
