@@ -1,4 +1,4 @@
-/* Sums of products in the tiles of AMX, up to 32 rows times 32 outputs at a time: what matmul.c and spans_amx.h are made
+/* Sums of products in the tiles of AMX, up to 32 rows times 32 outputs at a time: what panels_amx.h and spans_bf16.h are made
  * of. Weights lie as everywhere here, 32 outputs' pairs of inputs together, which is what tiles want: their rows are every
  * other 64 bytes. Every sum runs over the inputs in order. That this process may use tiles is asked by isa.py.
  * Must not know: scales, where sums go.
