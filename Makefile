@@ -14,8 +14,9 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 # Where torch brings no compiler of kernels, the one of the images' torch (tests/test_dependencies.py): Hopper's kernels are
-# compiled by it, and what they must not be is looked for in what it makes of them.
+# compiled by it, and what they must not be is looked for in what it makes of them. So is CUDA C++, by the one of CUDA.
 TRITON := 3.7.1
+CUDA_COMPILER := nvidia-cuda-nvrtc~=13.0 cuda-bindings~=13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
@@ -236,5 +237,5 @@ $(VENV)/.installed: pyproject.toml setup.py proto/pyproject.toml $(VENV)/.torch
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 	@echo "installing what tests and linters need"
 	@$(PIP) install --progress-bar on -e ./proto -e ".[dev]" \
-		$$($(BIN)/python -c 'import torch; print("" if torch.version.cuda else "triton==$(TRITON)")')
+		$$($(BIN)/python -c 'import torch; print("" if torch.version.cuda else "triton==$(TRITON) $(CUDA_COMPILER)")')
 	@touch $@

@@ -22,6 +22,7 @@ import triton
 from octavo.model.cache_folder import cache_folder
 from octavo.model.config import ModelConfig
 from octavo.model.gpu.overlapping_layers import (
+    CLUSTERED_SIZES,
     OVERLAPPING_SIZES,
     OverlappingCuts,
     fits_overlapping,
@@ -29,10 +30,12 @@ from octavo.model.gpu.overlapping_layers import (
 )
 from octavo.model.gpu.small_batch_layers import SmallBatchCuts, cuts_of
 from octavo.model.gpu.split_k_layers import SPLIT_K_SIZES, SplitKCuts, split_k_cuts_of
+from octavo.model.kernels.products.clustered import fits_clustered
 from octavo.model.parallel import ALONE, Ranks
 
 DEFAULT_SMALL_BATCH = 2
-TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
+STEP_SIZES = tuple(sorted({*OVERLAPPING_SIZES, *CLUSTERED_SIZES}))
+TIMED_SIZES = (1, 2, *STEP_SIZES)
 """Each stands for the sizes below it, down to the one before; those below one that has a single way go with the next.
 Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them); beyond the
 last there is cuBLAS alone (bench/RESULTS.md)."""
@@ -40,13 +43,14 @@ WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
-KERNELS = 8
+KERNELS = 9
 """One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
 again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
 too. 4: those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut
 another way, and one row may take those that overlap. 6: rows stand at a context when they are timed; programs without a
 part of a context end at once. 7: gate and up of few rows sum the norm's squares first. 8: a small batch's attention
-keeps longer tiles in registers; a size is timed in its middle."""
+keeps longer tiles in registers; a size is timed in its middle. 9: gate, up and down of more than 64 rows are cut for
+clusters."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
@@ -80,17 +84,19 @@ class Overlapping:
 StepPath = Cublas | SmallBatch | SplitK | Overlapping
 
 
-def candidates(config: ModelConfig, *, number_bytes: int = 2) -> dict[str, StepPath]:
-    """Every path that there is for the shape, by the name it has in the cache. number_bytes: of a weight."""
+def candidates(config: ModelConfig, *, number_bytes: int = 2, has_clusters: bool = False) -> dict[str, StepPath]:
+    """Every path that there is for the shape, by the name it has in the cache. number_bytes: of a weight. has_clusters:
+    whether its products may be cut for clusters of programs."""
     small_batch = SmallBatch(cuts_of(config, number_bytes=number_bytes))
     ways: dict[str, StepPath] = {"cublas": Cublas(), "small_batch": small_batch}
     ways |= {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
-    return ways | {f"overlapping-{size}": Overlapping(overlapping_cuts_of(config, size)) for size in OVERLAPPING_SIZES}
+    overlapping = {size: overlapping_cuts_of(config, size, has_clusters=has_clusters) for size in STEP_SIZES}
+    return ways | {f"overlapping-{size}": Overlapping(cuts) for size, cuts in overlapping.items()}
 
 
 def timed_names(size: int) -> tuple[str, ...]:
     """The paths among which one of TIMED_SIZES chooses."""
-    if size not in OVERLAPPING_SIZES:
+    if size not in STEP_SIZES:
         return "cublas", "small_batch", f"overlapping-{OVERLAPPING_SIZES[0]}"
     return "cublas", *([f"split_k-{size}"] if size in SPLIT_K_SIZES else []), f"overlapping-{size}"
 
@@ -138,10 +144,12 @@ class Autotuner:
     @classmethod
     def find(cls, config: ModelConfig, weight: torch.Tensor, ranks: Ranks = ALONE) -> "Autotuner":
         """The choice kept for this shape and the weight's dtype and device, if there is one. config: of this rank."""
-        usable = candidates(config, number_bytes=weight.element_size())
+        overlaps = fits_overlapping(config, weight)
+        has_clusters = overlaps and fits_clustered(weight)
+        usable = candidates(config, number_bytes=weight.element_size(), has_clusters=has_clusters)
         if not fits_split_k_tiles(weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
-        if not fits_overlapping(config, weight):
+        if not overlaps:
             usable = {name: path for name, path in usable.items() if not isinstance(path, Overlapping)}
         file = cache_file(config, weight, usable, num_ranks=ranks.size) if weight.is_cuda else None
         names = ranks.agree(read_names(file)) if file else {}

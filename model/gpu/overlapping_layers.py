@@ -15,6 +15,14 @@ from octavo.model.gpu.cut_layers import CutFinish, LayerCuts, room_for
 from octavo.model.gpu.layers import LayerBuffers
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products.clustered import (
+    ClusteredCut,
+    clustered_add_product,
+    clustered_gate_up,
+    clustered_product,
+    gate_up_cut,
+    split_cut,
+)
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.kernels.products.overlapping import (
     BLOCK,
@@ -25,10 +33,14 @@ from octavo.model.kernels.products.overlapping import (
     overlapping_product,
 )
 from octavo.model.kernels.products.split_k import SplitKRoom
+from octavo.model.kernels.rows import rms_scale
 
-OverlappingCuts = LayerCuts[OverlappingCut]
+AnyCut = OverlappingCut | ClusteredCut
+OverlappingCuts = LayerCuts[AnyCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
 """Batch sizes that have cuts of their own: each serves those below it."""
+CLUSTERED_SIZES = (128, 192, 256)
+"""Those whose gate, up and down are cut for clusters where a device has them."""
 MOST_STAGES = 8
 WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, TRIPLE_BYTES = 196_608, 172_032, 114_688, 65_536
 """Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
@@ -151,9 +163,21 @@ def head_cut(num_rows: int) -> OverlappingCut:
     return next((cut for most, cut in HEAD_TILES if num_rows <= most), TILES_OF_MANY[0])
 
 
-def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """`all_cuts_of`, where a library is not faster. Of 128 rows, and of more than 64 in wide models, sums are cut
-    as many times as a device holds."""
+def overlapping_cuts_of(config: ModelConfig, size: int, *, has_clusters: bool = False) -> OverlappingCuts:
+    """`all_cuts_of` one of OVERLAPPING_SIZES or of CLUSTERED_SIZES, where a library is not faster. Of more than 64 rows
+    gate, up and down are cut for clusters of programs, where the device has them."""
+    cuts = _cuts_beside_library(config, next(each for each in OVERLAPPING_SIZES if size <= each))
+    if size not in CLUSTERED_SIZES or not has_clusters:
+        return cuts
+    D, I = config.hidden_size, config.intermediate_size
+    gate_up, down = gate_up_cut(2 * I, size), split_cut(D, I, size)
+    if D < WIDE_HIDDEN:
+        return replace(cuts, gate_up=gate_up, down=down)
+    return OverlappingCuts(gate_up=gate_up, down=down if size <= 128 else None)
+
+
+def _cuts_beside_library(config: ModelConfig, size: int) -> OverlappingCuts:
+    """Of 128 rows, and of more than 64 in wide models, sums are cut as many times as a device holds."""
     cuts = all_cuts_of(config, size)
     if size <= 64:
         return cuts
@@ -192,7 +216,7 @@ def overlapping_room(config: ModelConfig, device: torch.device | str) -> SplitKR
     return room_for(config, ((size, way(config, size)) for size in OVERLAPPING_SIZES for way in ways), device)
 
 
-class OverlappingFinish(CutFinish[OverlappingCut]):
+class OverlappingFinish(CutFinish[AnyCut]):
     """Products that overlap with their neighbours; room for the parts of sums."""
 
     def __init__(
@@ -201,16 +225,25 @@ class OverlappingFinish(CutFinish[OverlappingCut]):
         super().__init__(weights, buffers, cuts)
         self._room = room
 
-    def _multiply(self, y_TK: torch.Tensor, matrix_OK: torch.Tensor, out_TO: torch.Tensor, cut: OverlappingCut) -> None:
-        overlapping_product(y_TK, matrix_OK, out_TO, self._room, cut=cut, overlap=Overlap.DEPENDENT)
+    def _multiply(self, y_TK: torch.Tensor, matrix_OK: torch.Tensor, out_TO: torch.Tensor, cut: AnyCut) -> None:
+        if isinstance(cut, ClusteredCut):
+            clustered_product(y_TK, matrix_OK, out_TO, cut=cut, overlap=Overlap.DEPENDENT)
+        else:
+            overlapping_product(y_TK, matrix_OK, out_TO, self._room, cut=cut, overlap=Overlap.DEPENDENT)
 
-    def _add_product(
-        self, x_TO: torch.Tensor, y_TK: torch.Tensor, matrix_OK: torch.Tensor, cut: OverlappingCut
-    ) -> None:
-        overlapping_add_product(x_TO, y_TK, matrix_OK, self._room, cut=cut, overlap=Overlap.DEPENDENT)
+    def _add_product(self, x_TO: torch.Tensor, y_TK: torch.Tensor, matrix_OK: torch.Tensor, cut: AnyCut) -> None:
+        if isinstance(cut, ClusteredCut):
+            clustered_add_product(x_TO, y_TK, matrix_OK, cut=cut, overlap=Overlap.DEPENDENT)
+        else:
+            overlapping_add_product(x_TO, y_TK, matrix_OK, self._room, cut=cut, overlap=Overlap.DEPENDENT)
 
     def _multiply_and_activate(
-        self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, cut: OverlappingCut
+        self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, cut: AnyCut
     ) -> None:
         eps = self.weights.config.rms_norm_eps
-        overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=Overlap.DEPENDENT)
+        if isinstance(cut, ClusteredCut):
+            scale_T = self.buffers.scale_T[: len(x_TD)]
+            rms_scale(x_TD, scale_T, eps, overlap=Overlap.DEPENDENT)
+            clustered_gate_up(x_TD, gate_up_ED, scale_T, act_TI, cut=cut, overlap=Overlap.DEPENDENT)
+        else:
+            overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=Overlap.DEPENDENT)

@@ -109,7 +109,11 @@ def rms_scale_reference(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["T"])
-def _rms_scale_kernel(x_TD, scale_T, eps, T, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+def _rms_scale_kernel(
+    x_TD, scale_T, eps, T, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, WIDTH)
     mask = (t < T)[:, None] & (d < D)[None, :]
@@ -117,7 +121,7 @@ def _rms_scale_kernel(x_TD, scale_T, eps, T, D: tl.constexpr, WIDTH: tl.constexp
     tl.store(scale_T + t, 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps), mask=t < T)
 
 
-def rms_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float) -> None:
+def rms_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float, *, overlap: Overlap = Overlap.NONE) -> None:
     """scale_T = 1 / rms(x_TD), float32: RMSNorm's scale, for weights that have the norm's own folded in.
 
     Raises ValueError where a tensor does not fit.
@@ -126,5 +130,6 @@ def rms_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float) -> None:
     check_tensor("x_TD", x_TD, shape=(T, D), dtype=x_TD.dtype)
     check_tensor("scale_T", scale_T, shape=(T,), dtype=torch.float32)
     _rms_scale_kernel[(triton.cdiv(T, SCALED_TOKENS),)](
-        x_TD, scale_T, eps, T, D=D, WIDTH=next_power_of_2(D), TOKENS=SCALED_TOKENS, num_warps=4
-    )
+        x_TD, scale_T, eps, T, D=D, WIDTH=next_power_of_2(D), TOKENS=SCALED_TOKENS, PDL=overlap.value, num_warps=4,
+        launch_pdl=overlap.value,
+    )  # fmt: skip

@@ -33,9 +33,12 @@ class Launches:
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
+        from octavo.model.kernels.cuda_source import CudaKernel
+
         self._shared: dict[str, int] = {}
         for kind in (JITFunction, InterpretedFunction):
             kind.run = self._noting(kind.run)
+        CudaKernel.launch = self._noting_cuda(CudaKernel.launch)  # type: ignore[method-assign]
 
     def _noting(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
@@ -44,6 +47,13 @@ class Launches:
                 name, shared = kernel_name(kernel), getattr(getattr(compiled, "metadata", None), "shared", 0)
                 self._shared[name] = max(shared, self._shared.get(name, 0))
             return compiled
+
+        return run
+
+    def _noting_cuda(self, launch: Callable[..., None]) -> Callable[..., None]:
+        def run(kernel: Any, *args: Any) -> None:
+            launch(kernel, *args)
+            self._shared[kernel.name] = max(kernel.shared_bytes, self._shared.get(kernel.name, 0))
 
         return run
 

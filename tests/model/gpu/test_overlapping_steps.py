@@ -128,7 +128,9 @@ def test_without_such_a_device_no_batch_size_is_tried_this_way() -> None:
 
 @pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")
 @pytest.mark.parametrize("changes", [{}, QWEN3, WIDE], ids=["qwen2", "qwen3", "wide"])
-@pytest.mark.parametrize(("size", "num_rows"), [(8, 2), (8, 3), (16, 16), (32, 20), (64, 64), (128, 100), (256, 256)])
+@pytest.mark.parametrize(
+    ("size", "num_rows"), [(8, 2), (8, 3), (16, 16), (32, 20), (64, 64), (128, 100), (192, 150), (256, 256)]
+)
 def test_logits_are_those_of_the_way_by_a_library(size: int, num_rows: int, changes: dict[str, object]) -> None:
     config = ModelConfig.from_dict(CONFIG | changes)
     model = CausalLM.random(config, seed=1, dtype=torch.bfloat16, device="cuda")
@@ -159,7 +161,15 @@ def test_logits_are_those_of_the_way_by_a_library(size: int, num_rows: int, chan
 @pytest.mark.parametrize("changes", [{}, QWEN3, WIDE], ids=["qwen2", "qwen3", "wide"])
 @pytest.mark.parametrize(
     ("size", "decodes", "lengths"),
-    [(16, 0, [16]), (16, 3, [13]), (32, 20, [5, 1]), (64, 0, [40, 20]), (128, 1, [100]), (256, 64, [130, 62])],
+    [
+        (16, 0, [16]),
+        (16, 3, [13]),
+        (32, 20, [5, 1]),
+        (64, 0, [40, 20]),
+        (128, 1, [100]),
+        (192, 3, [150]),
+        (256, 64, [130, 62]),
+    ],
 )
 def test_steps_of_prompts_and_decodes_have_the_logits_of_the_way_by_a_library(
     size: int, decodes: int, lengths: list[int], changes: dict[str, object]

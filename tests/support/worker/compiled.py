@@ -1,9 +1,9 @@
 """Which kernels a start on a Hopper GPU launches that it has not compiled beside each other before, told without a GPU.
 
-Tensors lie in memory and say that they are a device's; a launch is noted by what Triton would compile for it, and does
-nothing; products of libraries are left out. What a case launches changes the process that tells it, which is a fork of
-kernels_known.py's. Prints one line for each kernel that comes too late, and for each that a
-process which helps would leave at another place on disk, then how many there were in time.
+Tensors lie in memory and say that they are a device's; a launch is noted by what Triton would compile for it, one in
+CUDA C++ by its source, and does nothing; products of libraries are left out. What a case launches changes the process
+that tells it, which is a fork of kernels_known.py's. Prints one line for each kernel that comes too late, and for each
+that a process which helps would leave at another place on disk, then how many there were in time.
 """
 
 import hashlib
@@ -34,7 +34,8 @@ from octavo.model.cpu import native
 from octavo.model.gpu import autotune
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels import precompile
-from octavo.model.kernels.products import overlapping
+from octavo.model.kernels.cuda_source import CudaKernel
+from octavo.model.kernels.products import clustered, overlapping
 from octavo.model.layers.linear import WeightFormat
 from octavo.worker.config import Deterministic
 from octavo.worker.loading.compilers import CompilerProcesses
@@ -101,6 +102,10 @@ def pretend(
             launched.add((name, key))
             listener.note(kernel, signature, constexprs, options, attrs, kernel.device_caches[device][2])
 
+    def note_cuda(kernel: CudaKernel, *arguments: Any) -> None:
+        source = hashlib.sha256(kernel._source.encode()).hexdigest()
+        launched.add((kernel.name, source))
+
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a start on a GPU compiles the kernels for CPUs: seconds for nothing")
 
@@ -135,6 +140,11 @@ def pretend(
         (torch.Tensor, "__matmul__", product),
         (torch.Tensor, "addmm_", lambda tensor, a, b: tensor),
         (overlapping, "_passes_trial", lambda device: overlapping._multiply(device) is not None),
+        (clustered, "has_compiler", lambda: True),
+        (clustered, "_passes_trial", lambda device: True),
+        (clustered, "TensorMap", lambda *arguments: None),
+        (CudaKernel, "begin_compiling", note_cuda),
+        (CudaKernel, "launch", note_cuda),
         (autotune, "time_graph", lambda work, stream=None, steps=1: (work(), 1.0)[1]),
         (autotune, "write_names", lambda file, names: None),
         (autotune, "read_names", lambda file: {}),

@@ -1,0 +1,253 @@
+"""Products of dozens to hundreds of tokens with a matrix, cut so that tiles fill whole rounds of a device.
+
+At 65 to 256 tokens a product is bound by what a multiprocessor can fetch: a tile brings its tokens and its rows of the
+matrix, and tiles of powers of two leave a round half empty. So here a tile has all tokens and as many rows of the
+matrix as give each multiprocessor the same work, any multiple of 8. A warp fetches blocks of both, as many as shared
+memory holds, the matrix's before the wait for the kernel in front (model/kernels/overlap.py); groups of warps multiply.
+Gate and up meet in the registers of one thread, and only their activation is written.
+
+A matrix of few outputs is split over its inputs among the programs of a cluster, which add their sums up in one
+another's shared memory, in the order of the splits: bits depend on the cut alone.
+
+    one program     weights ...| tokens, weights ... | products | parts |
+    its cluster     weights ...| tokens, weights ... | products | parts | each a share of the tokens: sums, x, out
+
+The kernel (clustered.cu) is CUDA C++, for Hopper's instructions alone (`fits_clustered`); elsewhere a library
+multiplies.
+
+Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
+"""
+
+import ctypes
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from octavo.model.kernels.checks import check_tensor
+from octavo.model.kernels.cuda_source import CudaKernel, TensorMap, has_compiler
+from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.precompile import is_compiling
+
+BLOCK, ROW_BYTES = 64, 128
+"""Inputs of a block, and their bytes."""
+HOPPER = (9, 0)
+MULTIPROCESSORS = 132
+SHARED_BYTES, BYTES_BESIDE = 232_448, 2_048
+"""Of a program at most, and what it takes beside its stages."""
+MOST_STAGES = 8
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+"""How many clusters of so many programs an H100 and an H200 hold, whose multiprocessors lie in groups of 16 and 18."""
+CLOCK_BYTES = 40
+"""That a multiprocessor fetches in a clock when all do."""
+SUM_CLOCKS, SUM_BYTES = 2_500, 6
+"""Of adding up the splits of a tile, and the bytes of its sums that take one clock more."""
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+"""Of a thread that fetches and of one that multiplies, by the groups that do."""
+SOURCE = Path(__file__).with_name("clustered.cu")
+
+
+class Then(Enum):
+    """What becomes of the sums."""
+
+    PUT, ADD, GATE = range(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusteredCut:
+    """tokens: of a tile, 128, 192 or 256. outputs: rows of the matrix of a tile, half of them gate's and half up's.
+    splits of the inputs among the programs of a cluster."""
+
+    tokens: int
+    outputs: int
+    stages: int
+    splits: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Of four warps, that multiply."""
+        return 3 if self.tokens % 128 else 2
+
+    def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
+        """Tiles of a product."""
+        return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
+
+    def part_elements(self, num_tokens: int, num_outputs: int) -> int:
+        """None: parts stay in shared memory."""
+        return 0
+
+
+def gate_up_cut(num_outputs: int, tokens: int) -> ClusteredCut:
+    """Of gate and up, num_outputs rows together, for up to so many tokens: the outputs with which a device's rounds
+    take least."""
+
+    def clocks(outputs: int) -> float:
+        return ceil(ceil(num_outputs / outputs) / MULTIPROCESSORS) * _block_clocks(tokens, outputs)
+
+    outputs = min(range(48, 176 if tokens % 128 else 160 if tokens > 128 else 208, 16), key=clocks)
+    return ClusteredCut(tokens=tokens, outputs=outputs, stages=_stages(tokens, outputs))
+
+
+def split_cut(num_outputs: int, num_inputs: int, num_tokens: int) -> ClusteredCut | None:
+    """Of a product whose tiles are few, in one round of a device, by what was measured (bench/RESULTS.md); None where
+    there is none."""
+    blocks = num_inputs // BLOCK
+
+    def clocks(cut: ClusteredCut) -> float:
+        sums = SUM_CLOCKS + cut.tokens * cut.outputs * 4 / SUM_BYTES
+        return blocks / cut.splits * _block_clocks(cut.tokens, cut.outputs) + sums
+
+    cuts = (
+        ClusteredCut(tokens=tokens, outputs=outputs, stages=_stages(tokens, outputs), splits=splits)
+        for tokens in {128, num_tokens}
+        for splits in CLUSTERS
+        for outputs in range(24, 136, 8)
+    )
+    fitting = [cut for cut in cuts if cut.num_tiles(num_tokens, num_outputs) <= CLUSTERS[cut.splits]]
+    return min(fitting, key=clocks, default=None)
+
+
+def _block_clocks(tokens: int, outputs: int) -> float:
+    """Of a block of inputs: what multiplies, and what fetches."""
+    return max(tokens // 64 * outputs * 2, (tokens + outputs) * ROW_BYTES / CLOCK_BYTES)
+
+
+def _stages(tokens: int, outputs: int) -> int:
+    return min(MOST_STAGES, (SHARED_BYTES - BYTES_BESIDE) // ((tokens + outputs) * ROW_BYTES))
+
+
+def fits_clustered(*weights_OK: torch.Tensor) -> bool:
+    """Whether there are products with these matrices on their device: 16-bit numbers in whole blocks of inputs, and
+    what the kernel is made of."""
+    return all(
+        each.is_cuda and each.element_size() == 2 and each.shape[-1] % BLOCK == 0 and _works_on(each.device)
+        for each in weights_OK
+    )
+
+
+@cache
+def _is_possible(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == HOPPER and has_compiler()
+
+
+def _works_on(device: torch.device) -> bool:
+    """Whether the kernel multiplies on the device; while kernels are compiled only, it may."""
+    return _is_possible(device) and (is_compiling() or _passes_trial(device))
+
+
+@cache
+def _passes_trial(device: torch.device) -> bool:
+    """Without it the library's products are left, which are only slower."""
+    y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
+    cut, out = ClusteredCut(tokens=128, outputs=48, stages=3, splits=2), y.new_empty(3, 96)
+    try:
+        clustered_product(y, weight, out, cut=cut, overlap=Overlap.DEPENDENT)
+        return torch.equal(out, (y.float() @ weight.float().T).bfloat16())
+    except Exception as error:  # whatever the compiler or the driver raises
+        warnings.warn(f"steps do without products in clusters, whose kernel failed: {error!r}", stacklevel=2)
+        return False
+
+
+def clustered_product(
+    y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor, *, cut: ClusteredCut, overlap: Overlap
+) -> None:
+    """out_TO = y_TK @ weight_OK^T, summed in float32 and rounded once. All of one 16-bit dtype; O a multiple of 8, K of
+    64.
+
+    Raises ValueError where a tensor or the device does not fit.
+    """
+    _launch(y_TK, weight_OK, out_TO, None, cut, overlap, Then.PUT)
+
+
+def clustered_add_product(
+    x_TO: torch.Tensor, y_TK: torch.Tensor, weight_OK: torch.Tensor, *, cut: ClusteredCut, overlap: Overlap
+) -> None:
+    """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once; else as `clustered_product`."""
+    _launch(y_TK, weight_OK, x_TO, None, cut, overlap, Then.ADD)
+
+
+def clustered_gate_up(
+    x_TD: torch.Tensor,
+    gate_up_ED: torch.Tensor,
+    scale_T: torch.Tensor,
+    act_TI: torch.Tensor,
+    *,
+    cut: ClusteredCut,
+    overlap: Overlap,
+) -> None:
+    """act_TI = silu(scale * gate) * (scale * up) of x_TD, a norm's weight folded into gate_up_ED [2I, D]. scale_T:
+    float32; else as `clustered_product`. The cut has no splits."""
+    check_tensor("scale_T", scale_T, shape=(len(x_TD),), dtype=torch.float32)
+    _launch(x_TD, gate_up_ED, act_TI, scale_T, cut, overlap, Then.GATE)
+
+
+def _launch(
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    out_TO: torch.Tensor,
+    scale_T: torch.Tensor | None,
+    cut: ClusteredCut,
+    overlap: Overlap,
+    then: Then,
+) -> None:
+    (T, K), O, dtype = x_TK.shape, out_TO.shape[1], x_TK.dtype
+    is_gate = then is Then.GATE
+    check_tensor("x_TK", x_TK, shape=(T, K), dtype=dtype)
+    check_tensor("weight_OK", weight_OK, shape=(2 * O if is_gate else O, K), dtype=dtype)
+    check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
+    is_possible = weight_OK.is_cuda and _is_possible(weight_OK.device)
+    if not is_possible or x_TK.element_size() != 2 or K % BLOCK or O % 8:
+        raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
+    if BLOCK * cut.splits > K:
+        raise ValueError(f"{K} inputs are fewer blocks than {cut} has splits")
+    kernel = clustered_product_kernel(cut, then, dtype == torch.float16)
+    if is_compiling():
+        kernel.begin_compiling()
+        return
+    tiles = cut.num_tiles(T, 2 * O if is_gate else O)
+    matrix, rows = (weight_OK.view(2, O, K), cut.outputs // 2) if is_gate else (weight_OK, cut.outputs)
+    arguments = [
+        (TensorMap(matrix, rows), None),
+        (TensorMap(x_TK, cut.tokens), None),
+        (out_TO.data_ptr(), ctypes.c_void_p),
+        (0 if scale_T is None else scale_T.data_ptr(), ctypes.c_void_p),
+        *((number, ctypes.c_int) for number in (T, O, K // BLOCK)),
+    ]
+    # The programs of gate and up stay, and go through tiles; those that split sums have one each.
+    kernel.launch(min(tiles, MULTIPROCESSORS) if is_gate else tiles * cut.splits, arguments, overlap)
+
+
+@cache
+def clustered_product_kernel(cut: ClusteredCut, then: Then, is_fp16: bool) -> CudaKernel:
+    """For a cut and a dtype."""
+    return CudaKernel(
+        source_of(cut, then, is_fp16=is_fp16),
+        "products.clustered.clustered_product_kernel",
+        num_threads=(cut.groups + 1) * 128,
+        shared_bytes=(cut.tokens + cut.outputs) * ROW_BYTES * cut.stages + 1024,  # stages begin at a multiple of that
+    )
+
+
+def source_of(cut: ClusteredCut, then: Then, *, is_fp16: bool) -> str:
+    """The kernel's source for a cut."""
+    number, sums = "f16" if is_fp16 else "bf16", cut.outputs // 2
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    multiply = (
+        f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n'
+        f"wgmma.mma_async.sync.aligned.m64n{cut.outputs}k16.f32.{number}.{number} {{{registers}}}, "
+        f'%{sums}, %{sums + 1}, p, 1, 1, 0, 0;\\n}}" : '
+        + ", ".join(f'"+f"(d[{i}])' for i in range(sums))
+        + ' : "l"(x), "l"(w), "r"(has_sums) : "memory");'
+    )
+    few, many = REGISTERS[cut.groups]
+    names = {
+        "GROUPS": cut.groups, "TILES": cut.tokens // cut.groups // 64, "OUTPUTS": cut.outputs, "STAGES": cut.stages,
+        "SPLITS": cut.splits, "THEN": then.value, "IS_FP16": int(is_fp16),
+    }  # fmt: skip
+    defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
+    text = SOURCE.read_text().replace("@MULTIPLY@", multiply).replace("@FEW@", str(few)).replace("@MANY@", str(many))
+    return defined + text
