@@ -204,6 +204,9 @@ def check_pod(pod: Mapping[str, Any], role: str) -> None:
     mounted = {each["name"] for each in container["volumeMounts"]}
     claims = {"cache", "models"} if role == "worker" else set()
     assert mounted == {each["name"] for each in pod["volumes"]} | claims
+    # Else the kubelet opens all that is on a claim to the pod's group at each start, and kernels that others may write
+    # are not loaded (model/cpu/native.py).
+    assert not claims or pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert len([each["name"] for each in container["env"]]) == len(names)
     grace_s = int(shared_values()["OCTAVO_DRAIN_GRACE_S"])
     delay_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
