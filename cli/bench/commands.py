@@ -113,7 +113,8 @@ def bench(
 ) -> int:
     """Measure a running service as `vllm bench serve` does: throughput, TTFT, TPOT, ITL, E2EL.
 
-    Several rates or concurrencies are a run each, with a table of all at the end.
+    Several rates or concurrencies are a run each, with a table of all at the end. Unset, --temperature is 0 here, and
+    --max-tokens what the dataset or --output-len says.
     """
     from octavo.cli.bench.datasets import Lengths
     from octavo.cli.bench.run import Bench

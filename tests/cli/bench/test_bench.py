@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from octavo.cli.main import main
 from tests.support.services.service import Service, environment, launch
 
 INVALID = "Invalid value for"
@@ -26,6 +27,14 @@ def bench(service: Service | None, *words: str) -> subprocess.CompletedProcess[s
     port = service.port if service is not None else 1
     command = [sys.executable, "-m", "octavo.cli.main", "bench", f"--port={port}", *words]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_help_says_what_holds_where_chat_and_generate_take_the_models_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "--help"]) == 0
+    told = "Unset, --temperature is 0 here, and --max-tokens what the dataset or --output-len says."
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_token_is_counted_and_the_figures_are_kept(service: Service, tmp_path: Path) -> None:
