@@ -262,7 +262,7 @@ ROWS = (
                     *quantiles("octavo_gateway_event_loop_lag_seconds", G),
                     ("tokens go out every", f"max (octavo_gateway_token_interval_seconds{G})"),
                 ),
-                about="A busy gateway sends more tokens a message, in rounds of up to 10 ms; 0: as they come.",
+                about="A busy gateway sends more tokens a message, in rounds of up to 8 ms; 0: as they come.",
             ),
             Panel(
                 title="ZeroMQ at the workers",

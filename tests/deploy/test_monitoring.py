@@ -12,6 +12,8 @@ import promql_parser
 import pytest
 import yaml
 
+from octavo.gateway.streams.stream import MOST_INTERVAL_S
+
 SCRAPED_ANYWAY = {"up"}
 
 
@@ -84,6 +86,11 @@ def test_the_dashboard_is_what_its_script_makes(repository: Path) -> None:
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     assert dashboard(repository) == build.dashboard()
+
+
+def test_a_panel_says_how_far_apart_rounds_of_tokens_may_be(repository: Path) -> None:
+    (panel,) = [each for each in dashboard(repository)["panels"] if each["title"] == "Gateway event loop lag"]
+    assert f"in rounds of up to {1e3 * MOST_INTERVAL_S:g} ms" in panel["description"]
 
 
 def test_panels_do_not_overlap(repository: Path) -> None:
