@@ -147,9 +147,9 @@ class SchedulingSettings(Settings):
     )
     max_gap_ms: float | None = setting(
         None,
-        "Milliseconds that a step takes prompts for while outputs are generated beside them; 0: as long as it takes; "
-        "unset: that on a CPU, on a GPU 20, or 16 steps without prompts, or as long as the next prompt has waited, but "
-        "no longer than a step full of prompts' beginnings takes and a quarter of that",
+        "Milliseconds that a step with prompts may take while outputs are generated beside them; 0: no limit; unset: "
+        "no limit on a CPU; on a GPU 20, or more where 16 steps without prompts take longer or the next prompt has "
+        "waited longer, up to 1.25 times what a step full of prompts' beginnings takes",
         panel="Scheduling",
         ge=0,
         allow_inf_nan=False,

@@ -1,5 +1,6 @@
 """Alerts fire for what they are about, with the settings that a service has by itself, and for nothing beside it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.workers.stats import PoolStats
 from tests.support.services.promtool import alert_rules, check_with_promtool, is_told
+from tests.support.services.service import REPOSITORY
 
 SCRAPE_S = 5  # as deploy/prometheus/prometheus.yml has it
 HEALTHY = 12  # scrapes before it begins
@@ -165,3 +167,8 @@ def test_losses_have_their_series_before_the_first() -> None:
     (family,) = [each for each in families if each.name == "octavo_gateway_workers_lost"]
     for alert in ("OctavoWorkerStalled", "OctavoWorkerLost"):
         assert any(f'{{reason="{each.labels["reason"]}"}}' in alert_rules()[alert]["expr"] for each in family.samples)
+
+
+def test_the_page_has_a_row_for_each_alert() -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text()
+    assert re.findall(r"^\| (Octavo\w+) \|", page, re.MULTILINE) == list(alert_rules())
