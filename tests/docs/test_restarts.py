@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
+from octavo.worker.loading.group import EXIT_LOST
+from octavo.worker.main import EXIT_FAILED, EXIT_REFUSED
+from octavo.worker.transport.watchdog import EXIT_STALLED
 
 PAGES = ("docs/operations.md", "docs/decisions/0003-supervisor-and-settings.md")
 
@@ -31,3 +34,9 @@ def test_what_has_served_is_never_given_up_as_both_pages_say() -> None:
     for death in range(50):
         life.on_start(float(death))
         assert isinstance(life.on_exit(1, float(death)), Restart)
+
+
+def test_operations_tell_the_exit_codes_that_only_workers_have(repository: Path) -> None:
+    assert EXIT_STALLED == EXIT_LOST
+    told = f"{EXIT_FAILED} its engine failed, {EXIT_STALLED} it hung or lost a rank, {EXIT_REFUSED} a gateway refused"
+    assert told in " ".join((repository / "docs/operations.md").read_text().split())
