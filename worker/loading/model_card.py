@@ -143,16 +143,29 @@ def tokenizer_vocab_size(tokenizer_json: bytes) -> int:
 
 
 def check_tokenizer(tokenizer_json: bytes, path: Path) -> None:
-    """That the library of gateways knows its parts; they could serve token ids alone. It is asked without the
-    vocabulary and its merges, which take more than a second to load. path: to be named. Raises CardError."""
+    """That the library of gateways can load it; they could serve token ids alone. It is asked without the vocabulary
+    and its merges, which take it half a second to load, unless they do not fit together: why, it says itself. path: to
+    be named. Raises CardError."""
     content = msgspec.json.decode(tokenizer_json)
-    vocabulary: Json = {"vocab": {}} | ({"merges": []} if "merges" in content["model"] else {})
-    content["model"] |= vocabulary
+    if _fits_together(content["model"]):
+        content["model"] |= {"vocab": {}} | ({"merges": []} if "merges" in content["model"] else {})
     try:
         Tokenizer.from_str(msgspec.json.encode(content).decode())
     except Exception as error:  # the library raises bare Exception
         why = _POSITION.sub("", str(error))  # of what it was given here
         raise CardError(f"{path} cannot be loaded by tokenizers {version('tokenizers')}: {why[:200]}") from None
+
+
+def _fits_together(model: Json) -> bool:
+    """Whether ids are numbers, and the two parts of every merge and what it makes of them are in the vocabulary, as in
+    most of BPE's. False where that is not plain: with a prefix before every token but a word's first, say."""
+    vocab, merges = model["vocab"], model.get("merges", [])
+    try:
+        pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]
+        are_known = all(left in vocab and right in vocab and left + right in vocab for left, right in pairs)
+    except (TypeError, ValueError):  # no list of pairs of texts
+        return False
+    return are_known and isinstance(merges, list) and all(type(each) is int and each >= 0 for each in vocab.values())
 
 
 def context_len(config: Mapping[str, Any]) -> int:

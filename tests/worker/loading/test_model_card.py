@@ -36,6 +36,11 @@ def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def as_texts(merges: list[Any]) -> list[str]:
+    """Merges as older files have them: "a b", not ["a", "b"]."""
+    return [each if isinstance(each, str) else " ".join(each) for each in merges]
+
+
 def test_the_card_has_what_the_files_say(folder: Path) -> None:
     described = describe(folder)
     files = {name: (folder / name).read_bytes() for name in described.files}
@@ -109,6 +114,39 @@ def test_a_tokenizer_that_gateways_could_not_load_is_refused_with_its_file_and_t
     assert str(caught.value).startswith(f"{folder}/tokenizer.json cannot be loaded by tokenizers ")
     assert words in str(caught.value)
     assert " column " not in str(caught.value)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"merges": ["q q"]}, "Token `qq` out of vocabulary"),
+        ({"merges": ["zz q"]}, "Token `zz` out of vocabulary"),
+        ({"merges": ["t h e"]}, "any variant of untagged enum MergeType|invalid at line"),
+        ({"vocab": {"zz": -1}}, "integer `-1`, expected u32"),
+        ({"vocab": {"zz": 1.5}}, "floating point `1.5`, expected u32"),
+    ],
+)
+def test_a_vocabulary_and_merges_that_do_not_fit_together_are_refused_too(
+    folder: Path, as_pairs: bool, changes: dict[str, Any], words: str
+) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    merges = [*as_texts(model["merges"]), *changes.get("merges", ())]
+    model["merges"] = [each.split(" ") for each in merges] if as_pairs else merges
+    model["vocab"] |= changes.get("vocab", {})
+    rewrite(folder / "tokenizer.json", model=model)
+    with pytest.raises(CardError, match=words) as caught:
+        describe(folder)
+    assert str(caught.value).startswith(f"{folder}/tokenizer.json cannot be loaded by tokenizers ")
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_merges_of_either_form_are_taken(folder: Path, as_pairs: bool) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    merges = as_texts(model["merges"])
+    model["merges"] = [each.split(" ") for each in merges] if as_pairs else ["#version: 0.2", *merges]
+    rewrite(folder / "tokenizer.json", model=model)
+    assert describe(folder).vocab_size == 320
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
