@@ -22,7 +22,8 @@ Every setting has one name, which is its key in `octavo.toml`, its flag (`--max-
 (`OCTAVO_MAX_NUM_SEQS`). A flag wins over the environment, the environment over the file, the file over the default.
 `octavo config show` prints every value and where it came from.
 
-The file is the one given by `--config` or `$OCTAVO_CONFIG`, else `octavo.toml` in the working directory:
+The file is the one given by `--config` or `$OCTAVO_CONFIG`, which may be a pipe (`--config <(envsubst < octavo.toml)`),
+else `octavo.toml` in the working directory:
 
 ```toml
 model = ["folio-chat", "small=Qwen/Qwen2.5-0.5B-Instruct"]

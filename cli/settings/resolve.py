@@ -3,7 +3,10 @@
 Must not know any particular setting.
 """
 
+import errno
 import os
+import select
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ from octavo.cli.settings.setting import Settings, flag_of, help_of, read_environ
 from octavo.wire.regular_file import read_regular
 
 DEFAULT_FILE = Path("octavo.toml")
+PIPE_TIMEOUT_S = 10.0
+MOST_PIPE_BYTES = 1 << 20
 
 
 class Source(Enum):
@@ -83,7 +88,7 @@ def find_file(given: Path | None) -> Path | None:
     asked = given or (Path(os.environ["OCTAVO_CONFIG"]) if os.environ.get("OCTAVO_CONFIG") else None)
     if asked is None:
         return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
-    if not asked.is_file():
+    if not (asked.is_file() or asked.is_fifo()):
         raise usage("no configuration file", f"{asked} is not a file", "give an existing file with --config")
     return asked
 
@@ -91,7 +96,8 @@ def find_file(given: Path | None) -> Path | None:
 def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
     """The keys of a configuration file. Raises CliError for bad TOML and for a key that no setting has."""
     try:
-        content = tomllib.loads(read_regular(path)[0].decode("utf-8-sig"))
+        text = _read_pipe(path) if path.is_fifo() else read_regular(path)[0]
+        content = tomllib.loads(text.decode("utf-8-sig"))
     except OSError as error:
         advice = "let this user read it, or give another with --config"
         raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None
@@ -104,6 +110,23 @@ def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
             advice = did_you_mean(key, known_keys, otherwise="`octavo config show` lists every key")
             raise usage("unknown key in the configuration file", f"{path} has {key!r}", advice)
     return content
+
+
+def _read_pipe(path: Path) -> bytes:
+    """What is written into a pipe until its writers have closed it, as bash has one for `<(...)`. Raises OSError where
+    that is nothing, as of a command that failed, or does not end: a named pipe may have no writer at all."""
+    text, end_s = b"", time.monotonic() + PIPE_TIMEOUT_S
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as pipe:
+        while (left_s := end_s - time.monotonic()) > 0 and select.select([pipe], [], [], left_s)[0]:
+            piece = pipe.read(MOST_PIPE_BYTES)
+            text += piece or b""  # None: another reader was faster
+            if len(text) > MOST_PIPE_BYTES:
+                raise OSError(errno.EFBIG, f"More than {MOST_PIPE_BYTES:,} bytes are written into it", str(path))
+            if piece == b"":
+                if text:
+                    return text
+                raise OSError(errno.ENODATA, "Nothing was written into it", str(path))
+    raise OSError(errno.ETIMEDOUT, f"It was not written to its end within {PIPE_TIMEOUT_S:g} s", str(path))
 
 
 def _name_in(source: Source, name: str, path: Path | None) -> str:

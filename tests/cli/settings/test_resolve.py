@@ -1,6 +1,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -122,14 +124,67 @@ def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_pipe_is_no_configuration_file_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
-    """Also where it took the place of the file after that was found."""
-    pipe = tmp_path / "octavo.toml"
-    os.mkfifo(pipe)
-    with pytest.raises(CliError, match=r"octavo\.toml is not a file"):
-        resolve(ServeSettings, {}, file=pipe, known_keys=ALL_KEYS)
-    with pytest.raises(CliError, match=r"octavo\.toml: Not a regular file"):
-        read_file(pipe, ALL_KEYS)
+def test_a_pipe_is_read_until_its_writer_closes_it() -> None:
+    reader, writer = os.pipe()
+
+    def write_slowly() -> None:
+        with open(writer, "w") as file:
+            for piece in ("po", "rt = ", "7"):
+                print(piece, end="", file=file, flush=True)
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=write_slowly)
+    thread.start()
+    try:
+        found = resolve(ServeSettings, {}, file=Path(f"/dev/fd/{reader}"), known_keys=ALL_KEYS)
+    finally:
+        thread.join()
+        os.close(reader)
+    assert found.settings.port == 7
+    assert found.origins["port"] == Origin(source=Source.FILE, where=f"/dev/fd/{reader}")
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_of_which_nothing_comes_is_refused_and_nobody_waits_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.cli.settings.resolve.PIPE_TIMEOUT_S", 0.2)
+    named = tmp_path / "octavo.toml"
+    os.mkfifo(named)
+    with pytest.raises(CliError, match=r"octavo\.toml: It was not written to its end within 0.2 s"):
+        resolve(ServeSettings, {}, file=named, known_keys=ALL_KEYS)
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"port = 7")
+        with pytest.raises(CliError, match="not written to its end within") as caught:
+            read_file(Path(f"/dev/fd/{reader}"), ALL_KEYS)
+        assert caught.value.exit_code == 2
+        os.close(writer)
+        with pytest.raises(CliError, match="Nothing was written into it"):
+            read_file(Path(f"/dev/fd/{reader}"), ALL_KEYS)
+    finally:
+        os.close(reader)
+
+
+def test_a_pipe_has_no_more_than_a_file_of_settings_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cli.settings.resolve.MOST_PIPE_BYTES", 8)
+    reader, writer = os.pipe()
+    os.write(writer, b"port = 70")
+    os.close(writer)
+    try:
+        with pytest.raises(CliError, match="More than 8 bytes"):
+            read_file(Path(f"/dev/fd/{reader}"), ALL_KEYS)
+    finally:
+        os.close(reader)
+
+
+def test_what_took_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A folder, a device: nothing but files and pipes is read."""
+    for other in (tmp_path, Path("/dev/null")):
+        with pytest.raises(CliError, match="is not a file"):
+            resolve(ServeSettings, {}, file=other, known_keys=ALL_KEYS)
+        with pytest.raises(CliError, match=r"Is a directory|Not a regular file"):
+            read_file(other, ALL_KEYS)
 
 
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
