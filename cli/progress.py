@@ -155,10 +155,12 @@ def _progress(console: Console) -> Progress:
     """Columns as wide as their longest content, so that nothing jumps; where the terminal is narrow, labels give way,
     and there is no bar beside the figures."""
     is_wide = console.width >= 110
+    label = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    stage = Column(no_wrap=True, overflow="ellipsis", width=20)
     return Progress(
         _Spinner(),
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-        TextColumn("{task.fields[stage]}", table_column=Column(no_wrap=True, overflow="ellipsis", width=20)),
+        TextColumn("{task.description}", markup=False, table_column=label),
+        TextColumn("{task.fields[stage]}", markup=False, table_column=stage),
         *([BarColumn(bar_width=20)] if is_wide else []),
         _Figures(table_column=Column(no_wrap=True, overflow="ellipsis", width=46 if console.width >= 78 else 28)),
         *([TimeElapsedColumn()] if console.width >= 120 else []),

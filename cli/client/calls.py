@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.client.connect import channel_options_of, connect, credentials_of, metadata_of
@@ -87,7 +88,7 @@ def show_models(settings: CallSettings, *, as_json: bool) -> int:
         table.add_column(title, overflow="fold")
     for model in models:
         table.add_row(
-            model.name,
+            escape(model.name),
             model.dtype,
             f"{model.max_model_len:,}",
             str(model.num_workers),

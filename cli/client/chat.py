@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 
 from octavo import Client, TextStream
 from octavo.cli.client.connect import connect
@@ -47,7 +48,7 @@ def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
     conversation = Conversation(system)
     with connect(settings) as client:
         models = client.models()
-        console.print(f"[bold]{_model_line(models, settings)}[/]\n[dim]{HELP}[/]")
+        console.print(f"[bold]{escape(_model_line(models, settings))}[/]\n[dim]{HELP}[/]")
         while (question := _ask(console)) is not None:
             if question in ("/exit", "/quit"):
                 break
@@ -95,7 +96,7 @@ def _answer(
         console.print()
         show_error(explain(error))
     if shows_receipts and stream.finished is not None:
-        console.print(f"[dim]{receipt_line(stream.finished)}[/]")
+        console.print(f"[dim]{escape(receipt_line(stream.finished))}[/]")
 
 
 def _print_answer(stream: TextStream) -> str:

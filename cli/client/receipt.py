@@ -1,5 +1,6 @@
 """A request's receipt and usage as people read them. Pure."""
 
+from rich.markup import escape
 from rich.table import Table
 
 from octavo.v1 import common_pb2, inference_pb2
@@ -43,7 +44,7 @@ def receipt_table(finished: inference_pb2.Finished) -> Table:
     table.add_column(style="dim", justify="right")
     table.add_column()
     for label, value in receipt_rows(finished):
-        table.add_row(label, value)
+        table.add_row(label, escape(value))
     return table
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -112,7 +113,7 @@ def boxed(summary: ServiceSummary) -> RenderableType:
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")
     for label, text in summary_rows(summary):
-        table.add_row(label, f"[bold green]{text}[/]" if label == "try" else text)
+        table.add_row(label, f"[bold green]{escape(text)}[/]" if label == "try" else escape(text))
     title = f"[bold]Octavo is ready[/] [dim]after {summary.ready_after_s:.1f} s[/]"
     return Group(Panel(table, title=title, title_align="left", border_style="green", expand=False))
 

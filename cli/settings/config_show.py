@@ -99,7 +99,7 @@ def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
     for row in rows:
         style = "dim" if row.source == Source.DEFAULT.value else "bold"
         table.add_row(row.key, row.value, f"{row.source} {row.where}".strip(), ", ".join(row.commands), style=style)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print(
         f"file: {resolved.file or 'none'}. Strongest first: flag (--max-num-seqs), environment (OCTAVO_MAX_NUM_SEQS), "

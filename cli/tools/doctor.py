@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.settings.groups import ServeSettings
@@ -74,6 +75,6 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for each in findings:
-        advice = f"\n[green]→ {each.advice}[/]" if each.advice else ""
-        table.add_row(_MARKS[each.verdict], each.name, each.detail + advice)
+        advice = f"\n[green]→ {escape(each.advice)}[/]" if each.advice else ""
+        table.add_row(_MARKS[each.verdict], escape(each.name), escape(each.detail) + advice)
     return table

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 import grpc
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.client.connect import connect
@@ -269,7 +270,7 @@ def _show(services: Sequence[ServiceState], *, as_json: bool) -> None:
         return
     table = Table(*HEADS, header_style="dim", box=None)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console().print(table)
 
 

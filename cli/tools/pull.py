@@ -18,7 +18,7 @@ PATIENCE_S = 3.0  # for threads that wait for the hub, after Ctrl-C
 
 def pull(model: str, *, revision: str | None) -> int:
     """Print its folder on stdout, how far the download is on stderr. Raises CheckpointError."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     begin_s = time.monotonic()
     with _told(model, console) as told:
         folder = resolve_checkpoint(model, revision=revision, on_progress=told)

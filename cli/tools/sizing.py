@@ -145,7 +145,7 @@ def sizing(models: Sequence[str], asked: Asked, *, form: str) -> int:
     elif form == "markdown":
         print(markdown(found, asked), end="")  # noqa: T201
     else:
-        Console().print(_rich_table(found, asked))
+        Console(markup=False).print(_rich_table(found, asked))
     return 0
 
 

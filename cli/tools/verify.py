@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.errors import usage
@@ -79,7 +80,7 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
     config = load_config(folder)
     verdicts: list[bool] = []
     if (why := _why_no_layers(config)) is None:
-        with console.status(f"comparing the layers of {folder} with transformers, in float32"):
+        with console.status(f"comparing the layers of {escape(str(folder))} with transformers, in float32"):
             report = verify_checkpoint(
                 folder,
                 dtype=torch.float32,
@@ -92,7 +93,7 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
         verdicts += [row.is_ok for row in report.rows]
     else:
         console.print(f"[dim]layers are not compared one by one: {why}[/]")
-    with console.status(f"running {folder} as a worker does, and by transformers"):
+    with console.status(f"running {escape(str(folder))} as a worker does, and by transformers"):
         rows = compare_served(served, folder, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
     print_rows(console, rows)
     verdicts += [row.is_ok for row in rows]
@@ -234,7 +235,7 @@ def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit:
     """Run prompts and name the first bad layer; the exit code is 1 where there is one."""
     console = Console()
     folder = resolve_checkpoint(name, revision=revision)
-    with console.status(f"watching every activation of {folder}"):
+    with console.status(f"watching every activation of {escape(str(folder))}"):
         finding = find_numeric_fault(folder, dtype=dtype, limit=limit, num_prompts=num_prompts)
     if finding is None:
         console.print("[bold green]every activation is finite and within the limit[/]")
@@ -247,7 +248,7 @@ def rounding(served: Served, *, against: str | None, num_prompts: int, max_new_t
     """Print what rounding costs; there is no limit to be beyond, so the exit code is 0."""
     console = Console()
     folder = resolve_checkpoint(served.model, revision=served.revision)
-    with console.status(f"comparing {folder} with itself before it was rounded"):
+    with console.status(f"comparing {escape(str(folder))} with itself before it was rounded"):
         error = verify_rounding(
             folder,
             against=None if against is None else resolve_checkpoint(against),
@@ -299,7 +300,7 @@ def print_rows(console: Console, rows: Sequence[ServedRow]) -> None:
 
 def served_table(label: str, rows: Sequence[ServedRow]) -> Table:
     """One row per comparison of what was served this way."""
-    table = _table(f"as served: {label}", "error", "transformers", "limit", "greedy")
+    table = _table(escape(f"as served: {label}"), "error", "transformers", "limit", "greedy")
     for row in rows:
         if row.check == MISTAKE:
             figures = tuple(f"{100 * share:.3g} %" for share in (row.error, row.own, row.limit))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
+from rich.markup import escape
 
 from octavo import Client, TextStream
 from octavo.cli.client.connect import connect
@@ -49,7 +50,7 @@ def verify_service(settings: ClientSettings, served: Served, *, num_prompts: int
             [token % info.vocab_size for token in prompt[: max(longest // 2, 1)]]
             for prompt in make_prompts(folder, config, num_prompts)
         ]
-        with console.status(f"asking {client.target}"):
+        with console.status(f"asking {escape(client.target)}"):
             sequences = ask(client, info, prompts, max_new_tokens=max_new_tokens)
     dtype = parse_model_dtype(info)
     assert dtype is not None
