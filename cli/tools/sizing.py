@@ -80,6 +80,7 @@ def size(model: str, asked: Asked) -> Sized:
 
     from octavo.model import CausalLM
     from octavo.model.attention.kv_pool import kv_block_bytes
+    from octavo.model.checkpoint.packed import PackedWeights
     from octavo.model.layers.linear import Linear
     from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds, activation_bytes, size_pool, weights_bytes
 
@@ -87,13 +88,17 @@ def size(model: str, asked: Asked) -> Sized:
     if asked.context > config.context_len:
         numbers = f"--context is {asked.context:,}, and {name} has {config.context_len:,} positions"
         raise usage("the context is longer than the model's", numbers, "give a smaller --context")
-    plain = CausalLM(config, dtype=torch.bfloat16, device="meta")
-    taken = weights_bytes(plain)
+    dtype = config.computed_in(None)
+    plain = CausalLM(config, dtype=dtype, device="meta")
+    taken = PackedWeights.of(plain).kept_bytes(weights_bytes(plain), dtype.itemsize)
     if asked.quantization != "none":  # of a layer's matrix a byte an element, and a scale an output
+        if config.quantization is not None:
+            numbers = f"--quantization is {asked.quantization}, and {name} is quantised already"
+            raise usage("the weights cannot be had in that form", numbers, "leave --quantization out")
         layers = (module for layer in plain.decoder_layers for module in layer.modules())
         matrices = [module.weight for module in layers if isinstance(module, Linear)]
-        taken -= sum(weight.numel() - 4 * len(weight) for weight in matrices)
-    cache = torch.float8_e4m3fn if asked.kv_cache_dtype == "fp8" else torch.bfloat16
+        taken -= sum((dtype.itemsize - 1) * weight.numel() - 4 * len(weight) for weight in matrices)
+    cache = torch.float8_e4m3fn if asked.kv_cache_dtype == "fp8" else dtype
     block_bytes = kv_block_bytes(config, block_size=asked.block_size, dtype=cache)
     streams = {}
     for gib in asked.memory_gib:
@@ -101,7 +106,7 @@ def size(model: str, asked: Asked) -> Sized:
             available_bytes=int(gib * GIB) - taken,
             weights_bytes=taken,
             activation_bytes=activation_bytes(
-                config, dtype=torch.bfloat16, max_batch_tokens=BATCH_TOKENS, max_num_seqs=NUM_SEQS
+                config, dtype=dtype, max_batch_tokens=BATCH_TOKENS, max_num_seqs=NUM_SEQS
             ),
             block_bytes=block_bytes,
             block_size=asked.block_size,

@@ -38,6 +38,9 @@ WEIGHT = ".weight"
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 INTEGERS = (".qweight", ".qzeros", ".g_idx")
 
+GROUP_BYTES = 3
+"""Of an output's group, kept: a scale of 16 bits and a zero point of 8."""
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 neighbouring outputs lies in the lowest four bits, in the next, and so on."""
 
@@ -204,6 +207,21 @@ class PackedWeights:
     def is_any(self) -> bool:
         """Whether the checkpoint is packed."""
         return self.settings is not None
+
+    def kept_bytes(self, plain_bytes: int, itemsize: int) -> int:
+        """What a whole model takes whose matrices are kept as they are, told from their shapes, where all of it
+        unpacked takes plain_bytes, with so many bytes an element. The parts of a fused matrix share an order of their
+        inputs, as GPTQ makes them."""
+        for matrix in self.matrices:
+            assert self.settings is not None
+            if not all(self.settings.applies_to(part.name) for part in matrix.parts):
+                continue
+            for num_outputs, num_inputs in (part.shape for part in matrix.parts):
+                codes = num_outputs * num_inputs
+                groups = num_outputs * self.settings.groups_of(num_inputs)
+                plain_bytes -= codes * itemsize - codes * self.settings.bits // 8 - GROUP_BYTES * groups
+            plain_bytes += 4 * num_inputs if self.settings.is_reordered else 0
+        return plain_bytes
 
     def replace_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Expected tensors with the packed ones in the place of the plain ones. Raises ConfigError."""

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from octavo.cli.app import app
 from octavo.cli.errors import CliError
 from octavo.cli.tools.sizing import GIB, PUBLISHED, Asked, size
-from octavo.model import CausalLM, ModelConfig
+from octavo.model import CausalLM, ModelConfig, load_model
 from octavo.model.attention.kv_pool import kv_block_bytes
+from octavo.model.checkpoint.packed import Packed
 from octavo.worker.loading.memory import weights_bytes
 from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/sizing.md"
 TABLES = re.findall(r"<!-- made by: octavo (.*?) -->\n((?:\|.*\n)+)", PAGE.read_text())
@@ -94,6 +96,38 @@ def test_a_context_may_be_as_long_as_yarn_extends_it(tmp_path: Path) -> None:
     assert size(folder, Asked(context=2048, memory_gib=(1.0,))).streams[1.0] > 0
     with pytest.raises(CliError, match="has 2,048 positions"):
         size(folder, Asked(context=2049, memory_gib=(1.0,)))
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        (GPTQ_CONFIG | {"group_size": 32}, ()),
+        (GPTQ_CONFIG | {"group_size": 32, "bits": 8, "desc_act": True}, ()),
+        (GPTQ_CONFIG | {"group_size": -1}, ()),
+        (AWQ_CONFIG | {"group_size": 32, "modules_to_not_convert": ["k_proj"]}, ("k_proj",)),
+    ],
+)
+def test_a_packed_checkpoint_takes_what_a_gpu_keeps_of_it(
+    config: dict[str, object], plain: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_packed_checkpoint(tmp_path, config, plain=plain)
+    model = load_model(tmp_path, packed=Packed.KEPT)
+    taken = weights_bytes(model)
+    if config.get("desc_act"):  # two layers of four matrices, whose inputs have the same order as long as all of one do
+        taken += 2 * 4 * (3 * 64 + 128)
+    assert size(str(tmp_path), Asked(context=64)).weights_bytes == taken
+    assert taken < weights_bytes(CausalLM(model.config, dtype=model.dtype, device="meta"))
+    with pytest.raises(CliError, match="is quantised already"):
+        size(str(tmp_path), Asked(context=64, quantization="int8"))
+
+
+def test_a_checkpoint_is_sized_in_the_type_that_it_is_served_in(tmp_path: Path) -> None:
+    whole, half = (
+        size(str(write_tiny_checkpoint(tmp_path / dtype, torch_dtype=dtype)), Asked(context=64))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert whole.weights_bytes == weights_bytes(load_model(tmp_path / "float32"))
+    assert (whole.weights_bytes, whole.kv_bytes_per_token) == (2 * half.weights_bytes, 2 * half.kv_bytes_per_token)
 
 
 @pytest.mark.parametrize(
