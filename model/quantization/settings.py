@@ -18,6 +18,10 @@ class Packing(Enum):
     AWQ = "awq"
 
 
+MODULES = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+"""Of a layer, those with a matrix."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
     """Integers of `bits` bits with a scale and a zero point for each output and each `group_size` inputs.
@@ -65,10 +69,7 @@ def parse_quantization(fields: ConfigFields) -> GroupSettings | None:
 
 
 def _parse_gptq(fields: ConfigFields) -> GroupSettings:
-    layout = fields.text("checkpoint_format") if fields.has("checkpoint_format") else "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        only = f"{shown(layout)} is not supported, only 'gptq' and 'gptq_v2'"
-        raise ConfigError(fields.path("checkpoint_format"), only)
+    layout = _format(fields, "checkpoint_format", ("gptq", "gptq_v2"))
     for name in ("is_marlin_format", "lm_head"):
         if fields.boolean(name, False):
             raise ConfigError(fields.path(name), "true is not supported")
@@ -83,13 +84,12 @@ def _parse_gptq(fields: ConfigFields) -> GroupSettings:
         group_size=_group_size(fields),
         zero_offset=1 if layout == "gptq" else 0,
         is_reordered=fields.boolean("desc_act", False),
-        left_out=_left_out(fields),
+        left_out=_left_out(fields) + _unnamed(fields),
     )
 
 
 def _parse_awq(fields: ConfigFields) -> GroupSettings:
-    if fields.has("version") and fields.text("version").lower() != "gemm":
-        raise ConfigError(fields.path("version"), f"{shown(fields.value('version'))} is not supported, only 'gemm'")
+    _format(fields, "version", ("gemm",))
     if not fields.boolean("zero_point", True):
         raise ConfigError(fields.path("zero_point"), "false is not supported")
     return GroupSettings(
@@ -99,6 +99,17 @@ def _parse_awq(fields: ConfigFields) -> GroupSettings:
         zero_offset=0,
         left_out=_left_out(fields),
     )
+
+
+def _format(fields: ConfigFields, name: str, supported: tuple[str, ...]) -> str:
+    """How words are packed: by this field, or by `format`, as GPTQModel and transformers 5 name it; the first of
+    those that are supported where neither is there."""
+    name = name if fields.has(name) else "format"
+    found = fields.text(name).lower() if fields.has(name) else supported[0]
+    if found not in supported:
+        only = f"{shown(fields.value(name))} is not supported, only {' and '.join(map(repr, supported))}"
+        raise ConfigError(fields.path(name), only)
+    return found
 
 
 def _bits(fields: ConfigFields, supported: tuple[int, ...]) -> int:
@@ -116,6 +127,18 @@ def _group_size(fields: ConfigFields) -> int | None:
     if size % 2 and fields.positive_int("bits") == 4:
         raise ConfigError(fields.path("group_size"), f"{size} is odd, which is not supported for 4 bits")
     return size
+
+
+def _unnamed(fields: ConfigFields) -> tuple[str, ...]:
+    """Modules of a layer that optimum's list of lists of those to quantise does not name; none without such a list."""
+    if not fields.has("modules_in_block_to_quantize"):
+        return ()
+    lists = fields.value("modules_in_block_to_quantize")
+    if not isinstance(lists, list) or any(not isinstance(names, list) for names in lists):
+        raise ConfigError(
+            fields.path("modules_in_block_to_quantize"), f"must be a list of lists of names, is {shown(lists)}"
+        )
+    return tuple(module for module in MODULES if not any(module in names for names in lists))
 
 
 def _left_out(fields: ConfigFields) -> tuple[str, ...]:

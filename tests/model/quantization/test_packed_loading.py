@@ -20,6 +20,13 @@ LAYOUTS = {
     "gptq int4": (GPTQ_CONFIG | G32, {}),
     "gptq int8": (GPTQ_CONFIG | G32 | {"bits": 8}, {}),
     "gptq v2": (GPTQ_CONFIG | G32 | {"checkpoint_format": "gptq_v2"}, {}),
+    "gptq v2, as transformers 5 names it": (GPTQ_CONFIG | G32 | {"format": "gptq_v2"}, {}),
+    "gptq, some plain": (
+        GPTQ_CONFIG
+        | G32
+        | {"modules_in_block_to_quantize": [[f"self_attn.{x}_proj" for x in "qv"], ["mlp.up_proj", "mlp.gate_proj"]]},
+        {"plain": ("k_proj", "o_proj", "down_proj")},
+    ),
     "gptq desc_act": (GPTQ_CONFIG | G32 | {"desc_act": True}, {"permuted": True}),
     "gptq one group": (GPTQ_CONFIG | {"group_size": -1}, {}),
     "awq": (AWQ_CONFIG | G32, {}),
@@ -107,6 +114,8 @@ def test_other_codes_have_another_fingerprint(tmp_path: Path) -> None:
         ("bits", 3, "quantization_config.bits: 3 is not supported, only 4 and 8"),
         ("quant_method", "bitsandbytes", "quantization_config.quant_method: 'bitsandbytes' is not supported"),
         ("checkpoint_format", "marlin", "quantization_config.checkpoint_format: 'marlin' is not supported"),
+        ("format", "marlin", "quantization_config.format: 'marlin' is not supported, only 'gptq' and 'gptq_v2'"),
+        ("modules_in_block_to_quantize", ["mlp.up_proj"], "modules_in_block_to_quantize: must be a list of lists"),
         ("group_size", 1, "quantization_config.group_size: 1 is odd"),
         ("group_size", 0, "quantization_config.group_size: must be a positive integer"),
         ("group_size", 48, r"quantization_config: model.layers.0.self_attn.q_proj: 64 inputs are no multiple of"),
@@ -129,6 +138,7 @@ def test_what_is_not_supported_is_refused_by_field(field: str, value: object, me
     [
         ({"bits": 8}, "bits: 8 is not supported, only 4"),
         ({"version": "gemv"}, "version: 'gemv' is not supported"),
+        ({"version": None, "format": "gemv"}, "format: 'gemv' is not supported, only 'gemm'"),
         ({"zero_point": False}, "zero_point: false"),
     ],
 )

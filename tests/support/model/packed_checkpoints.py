@@ -109,7 +109,7 @@ def write_packed_checkpoint(
         O, I = tensor.shape
         matrix = RandomMatrix(rng, O, I, bits=bits, group_size=I if size == -1 else size, permuted=permuted)
         tensors[name] = matrix.weight_OI
-        offset = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+        offset = 0 if "gptq_v2" in (quantization.get("checkpoint_format"), quantization.get("format")) else 1
         parts = matrix.awq() if quantization["quant_method"] == "awq" else matrix.gptq(zero_offset=offset)
         packed |= {f"{module}.{key}": value for key, value in parts.items()}
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
