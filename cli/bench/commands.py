@@ -120,7 +120,7 @@ def bench(
     from octavo.cli.bench.run import Bench
     from octavo.cli.bench.run import bench as run
 
-    if not load.burstiness > 0:
+    if not 0 < load.burstiness < math.inf:
         raise usage("bad value for --burstiness", f"--burstiness is {load.burstiness:g}", "give a number above 0")
     lengths = Lengths(num_prompt=data.input_len, num_output=data.output_len, range_ratio=data.range_ratio)
     asked = Bench(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -154,8 +155,13 @@ def _check_files(asked: Bench) -> None:
     if asked.picture is not None and asked.picture.suffix != ".svg":
         raise usage("bad value for --picture", f"--picture is {asked.picture}", "give a file name that ends in .svg")
     for flag, path in (("--save", asked.save), ("--picture", asked.picture)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
             raise usage(f"bad value for {flag}", f"there is no folder {path.parent}", "make it, or give another file")
+        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            why = "is a folder" if path.is_dir() else "cannot be written"
+            raise usage(f"bad value for {flag}", f"{path} {why}", "give another file")
 
 
 def _write(asked: Bench, settings: ClientSettings, model: str, runs: list[Figures], measured: Measured) -> None:

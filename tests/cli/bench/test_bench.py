@@ -124,8 +124,10 @@ def test_requests_that_fail_are_counted_by_their_reason(service: Service, tmp_pa
         (["--request-rate=1,fast"], ["error: bad value for --request-rate", "'fast' is no rate"]),
         (["--max-concurrency=0"], ["error: bad value for --max-concurrency", "'0' is no count"]),
         (["--burstiness=0"], ["error: bad value for --burstiness", "--burstiness is 0"]),
+        (["--burstiness=inf", "--request-rate=1"], ["error: bad value for --burstiness", "--burstiness is inf"]),
         (["--picture=a.png"], ["error: bad value for --picture", "--picture is a.png"]),
         (["--save=/nowhere/a.json"], ["error: bad value for --save", "there is no folder /nowhere"]),
+        (["--save=/etc"], ["error: bad value for --save", "/etc is a folder"]),
         (
             ["--num-prompts=0"],
             [
