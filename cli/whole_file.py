@@ -1,6 +1,6 @@
 """Files that others read while they are written anew: whoever opens one finds the old text or the new one, whole.
 
-For this user alone (0600), since some of them hold secrets.
+For one user alone (0600), since some of them hold secrets.
 """
 
 import os
@@ -17,8 +17,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """The same, and it is on the disk when this returns, also where the power fails then. Raises OSError."""
+    """The same, and it is on the disk when this returns, also where the power fails then. It belongs to whom the
+    old one belonged, who is another where root writes it. Raises OSError."""
     with _replacing(path) as file:
+        with suppress(FileNotFoundError):
+            before = path.stat()
+            os.fchown(file.fileno(), before.st_uid, before.st_gid)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -19,10 +19,10 @@ def add_api_key(name: str, file: Path, *, tenant: str | None, scopes: Sequence[s
     entry = _entry(name, digest_of(key).hex(), tenant, scopes, expires)
     if file.exists():
         load_access_list(file)
-        before = file.read_text()
+        before = file.read_text("utf-8")
     else:
         before = HEADER
-    _check(before + entry, name)
+    _check(before, entry, name, expires)
     _replace(file, before.rstrip("\n") + "\n" + entry)
     return key
 
@@ -43,20 +43,23 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _check(text: str, name: str) -> None:
+def _check(before: str, entry: str, name: str, expires: str | None) -> None:
+    what = "the key cannot be added"
+    if name in tomllib.loads(before).get("keys", {}):
+        raise CliError(what, f"there is a key of the name {name!r} already", "choose another name")
     try:
-        parse_access_list(tomllib.loads(text))
+        parse_access_list(tomllib.loads(before + entry))
     except tomllib.TOMLDecodeError as error:
-        taken = "there is a key of that name already, or" if f'"{name}"' in text or f".{name}]" in text else ""
-        numbers = f"{taken} {error}".strip()
-        raise CliError("the key cannot be added", numbers, "choose another name, or an --expires with a zone") from None
+        numbers = f"--expires is {expires!r}: {error}" if expires else str(error)
+        raise CliError(what, numbers, "write a time as 2027-01-31T00:00:00Z, and each key under its own name") from None
     except ValueError as error:
-        raise CliError("the key cannot be added", str(error), "see docs/security.md") from None
+        raise CliError(what, str(error), "see docs/security.md") from None
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_durably(path, text)
     except OSError as error:
-        raise CliError("the file of keys cannot be written", f"{path}: {error.strerror}", "give --file") from None
+        where = f"{error.filename or path}: {error.strerror}"
+        raise CliError("the file of keys cannot be written", where, "give another with --file") from None

@@ -302,8 +302,9 @@ def new(
 
     try:
         secret, public = save_keys(generate_keys(), folder, name)
-    except KeyFileError as error:  # of a command that makes some it is no wrong setting
-        raise CliError("the keys cannot be written", str(error), "give another name or --folder") from None
+    except (KeyFileError, OSError) as error:  # of a command that makes some it is no wrong setting
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise CliError("the keys cannot be written", why, "give another name or --folder") from None
     print(f"{secret}  (secret: for its owner only)\n{public}  (for its peers)")  # noqa: T201
     return 0
 
