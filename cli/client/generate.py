@@ -42,7 +42,10 @@ def generate(
     """Send the request and print what comes: text or ids as they come, or one JSON object at the end."""
     fields = GenerateFields(**request_fields(settings), **fields, output=output)
     with connect(settings) as client:
-        stream = client.stream(timeout_s=settings.timeout_s, **fields)
+        try:
+            stream = client.stream(timeout_s=settings.timeout_s, **fields)
+        except ValueError as error:
+            raise usage("bad request", str(error), "change that field; see `octavo generate --help`") from None
         if wants_json:
             _print_json(stream)
         else:

@@ -236,18 +236,20 @@ class ClientSettings(RequestSettings):
     """`octavo chat` and `octavo generate`."""
 
     max_tokens: int | None = setting(
-        None, "Tokens to generate at most; unset: to the end of the context", panel="Request", ge=1
+        None, "Tokens to generate at most; unset: to the end of the context", panel="Request", ge=1, le=2**32 - 1
     )
     temperature: float | None = setting(None, "0 is greedy; unset: the model's default", panel="Request", ge=0)
     top_p: float | None = setting(None, "Keep the most probable tokens that reach this", panel="Request", gt=0, le=1)
-    top_k: int | None = setting(None, "Keep this many most probable tokens; 0 keeps all", panel="Request", ge=0)
+    top_k: int | None = setting(
+        None, "Keep this many most probable tokens; 0 keeps all", panel="Request", ge=0, le=2**32 - 1
+    )
     min_p: float | None = setting(
         None, "Drop tokens less probable than this times the best", panel="Request", ge=0, le=1
     )
     top_n_sigma: float | None = setting(
         None, "Drop tokens so many standard deviations below the best; 0 keeps all", panel="Request", ge=0
     )
-    seed: int | None = setting(None, "The same seed gives the same tokens", panel="Request", ge=0)
+    seed: int | None = setting(None, "The same seed gives the same tokens", panel="Request", ge=0, le=2**64 - 1)
     repetition_penalty: float | None = setting(None, "Divides logits of tokens seen; 1 is off", panel="Request", gt=0)
     stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")
 

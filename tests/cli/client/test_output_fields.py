@@ -4,6 +4,7 @@ import pytest
 
 from octavo.cli.client.generate_options import output_fields
 from octavo.cli.errors import CliError
+from octavo.cli.main import main
 
 
 def test_only_what_is_given_is_asked_for() -> None:
@@ -29,3 +30,23 @@ def test_a_bias_that_is_none_is_refused(wrong: str) -> None:
 def test_ids_that_are_none_are_refused() -> None:
     with pytest.raises(CliError, match="bad token ids"):
         output_fields(logit_bias=[], allowed_ids="1,x")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--as", "ids", "99999999999"], "token_ids: Value out of range: 99999999999"),
+        (["x", "--logit-bias", "-5=1"], "logit_bias: Value out of range: -5"),
+        (["x", "--num-outputs", "-3"], "num_outputs: Value out of range: -3"),
+        (["\udcff"], "text: 'utf-8' codec"),
+        (["x", "--top-k", "4294967296"], "--top-k is 4294967296: input should be less than"),
+        (["x", "--max-tokens", "4294967296"], "--max-tokens is 4294967296: input should be less than"),
+        (["x", "--seed", "18446744073709551616"], "--seed is 18446744073709551616: input should be less than"),
+    ],
+)
+def test_what_no_request_can_hold_is_a_mistake_on_the_command_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--port", "1", *words]) == 2
+    _, numbers, _ = capsys.readouterr().err.splitlines()
+    assert numbers.strip().startswith(told)
