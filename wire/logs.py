@@ -4,6 +4,7 @@ Where the lines go is the caller's choice. Prompts and outputs are never logged,
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,9 +41,7 @@ def configure_logs(log_format: str, log_level: str, logger_factory: Callable[...
     if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
         # The default formatter prints the local variables of every frame: prompts and keys among them.
         formatter = structlog.dev.plain_traceback
-        rendering: list[Any] = [
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=formatter)
-        ]
+        rendering: list[Any] = [structlog.dev.ConsoleRenderer(colors=_shows_colours(), exception_formatter=formatter)]
     else:
         rendering = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(
@@ -55,3 +54,9 @@ def configure_logs(log_format: str, log_level: str, logger_factory: Callable[...
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[log_level]),
         logger_factory=logger_factory or (lambda *_: _StderrLogger()),
     )
+
+
+def _shows_colours() -> bool:
+    """Whether stderr is a terminal that has colours, and whose user wants some (https://no-color.org)."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+    return sys.stderr.isatty() and not is_plain

@@ -16,7 +16,8 @@ from octavo.cli.settings.groups import ClientSettings
 from octavo.client.errors import OctavoError
 from octavo.v1 import model_pb2
 
-PROMPT = "\001\033[1;36m\002› \001\033[0m\002"  # 001 and 002 tell readline what takes no room
+PROMPT = "› "
+COLOURED = f"\001\033[1;36m\002{PROMPT}\001\033[0m\002"  # 001 and 002 tell readline what takes no room
 HELP = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C stops an answer"
 
 
@@ -62,7 +63,8 @@ def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
 def _ask(console: Console) -> str | None:
     """The next line; None at the end of input. Ctrl-C gives an empty one."""
     try:
-        return input(PROMPT if sys.stdin.isatty() else "").strip()
+        prompt = COLOURED if console.color_system and not console.no_color else PROMPT
+        return input(prompt if sys.stdin.isatty() else "").strip()
     except KeyboardInterrupt:
         console.print()
         return ""

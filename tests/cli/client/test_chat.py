@@ -1,6 +1,9 @@
-"""The first line of `octavo chat`."""
+"""The first line of `octavo chat`, and what stands before a question."""
 
-from octavo.cli.client.chat import _model_line
+import pytest
+from rich.console import Console
+
+from octavo.cli.client.chat import _ask, _model_line
 from octavo.cli.settings.groups import ClientSettings
 from octavo.v1 import model_pb2
 
@@ -13,3 +16,27 @@ def test_the_embedded_model_is_called_what_it_is() -> None:
     assert _model_line(models, ClientSettings()) == "folio-chat, a small demo model (float32, 2,048 tokens)"
     chosen = ClientSettings(model_name="Qwen2.5-7B-Instruct")
     assert _model_line(models, chosen) == "Qwen2.5-7B-Instruct (bfloat16, 32,768 tokens)"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "prompt"),
+    [
+        ({"TERM": "xterm"}, True, "\001\033[1;36m\002› \001\033[0m\002"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, "› "),
+        ({"TERM": "dumb"}, True, "› "),
+        ({"TERM": "xterm"}, False, "› "),  # into a file
+    ],
+)
+def test_a_question_is_asked_for_in_colour_where_the_terminal_shows_some(
+    environment: dict[str, str], is_terminal: bool, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        return " Who? "
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert _ask(Console(force_terminal=is_terminal, _environ=environment)) == "Who?"
+    assert asked == [prompt]

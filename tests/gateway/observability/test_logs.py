@@ -1,5 +1,7 @@
 """What a defect leaves in the log: where it was, and no value of any variable."""
 
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +60,22 @@ def test_a_log_that_cannot_be_written_ends_no_process(process: str, end: str, tm
     program.write_text("import sys\n" + (GATEWAY if process == "gateway" else WORKER) + wait + DEFECT + goes_on)
     subprocess.run(["sh", "-c", f'"$0" "$1" json {end}', sys.executable, str(program)], timeout=60, check=False)
     assert done.exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_colours"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_has_colours_where_its_user_wants_some(
+    environment: dict[str, str], has_colours: bool, tmp_path: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    program = tmp_path / "program.py"
+    program.write_text("import sys\n" + WORKER + DEFECT)
+    env = dict(os.environ) | {"TERM": "xterm", "NO_COLOR": ""} | environment
+    subprocess.run([sys.executable, str(program), "auto"], env=env, stderr=theirs, timeout=60, check=True)
+    os.close(theirs)
+    written = os.read(ours, 65536)
+    os.close(ours)
+    assert b"defect" in written
+    assert (b"\x1b[" in written) == has_colours
