@@ -6,9 +6,11 @@ Imports next to nothing before it runs: a Ctrl-C while modules are imported is o
 import errno
 import io
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TextIO
 
 from octavo.cli.errors import INTERRUPTED, CliError
 
@@ -58,6 +60,7 @@ def _flushed(code: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
+    streams = sys.stdout, sys.stderr
     try:
         from octavo.cli.app import app
         from octavo.cli.settings.setting import DEBUG_VARIABLE
@@ -68,9 +71,24 @@ def main(arguments: Sequence[str]) -> int:
         code = app([each for each in arguments if each != "--debug"], standalone_mode=False, prog_name="octavo")
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as ended:  # also typer's, without a word, where any pipe is broken
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        sys.stdout, sys.stderr = streams  # it has put others in their place
+        return 0 if _has_lost_its_reader(sys.stdout) else _fail(ended.__context__)
     except Exception as error:
         return _fail(error)
     return code if isinstance(code, int) else 0
+
+
+def _has_lost_its_reader(stream: TextIO) -> bool:
+    """Whether it is a pipe that nobody reads any more: what could not be written is not kept, to be tried again."""
+    poll = select.poll()
+    try:
+        poll.register(stream, 0)
+    except (OSError, ValueError):  # it is no file
+        return False
+    return bool(poll.poll(0))
 
 
 def _fail(error: Exception) -> int:

@@ -1,5 +1,6 @@
 """The command line as people type it: help, mistakes, and what comes out."""
 
+import errno
 import json
 import os
 import re
@@ -361,7 +362,16 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr is not None
         assert process.stderr.read() == ""
-        process.wait(60)
+        assert process.wait(60) == 0
+
+
+def test_another_pipe_that_breaks_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(settings: CallSettings) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("octavo.cli.client.calls.connect", broken)
+    assert main(["models"]) == 1
+    assert capsys.readouterr().err.startswith("error: broken pipe\n")
 
 
 def test_a_working_directory_that_was_removed_is_left(tmp_path: Path) -> None:
