@@ -94,7 +94,7 @@ def describe(folder: Path) -> Described:
     check_tokenizer(files["tokenizer.json"], folder / "tokenizer.json")
     rows = config.get("vocab_size", vocab_size)
     if not isinstance(rows, int) or not vocab_size <= rows <= MOST_IDS:
-        raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {str(rows)[:40]}")
+        raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {rows!r:.40}")
     tokens = named_tokens(files)
     eos_token_ids = end_token_ids(config, generation, tokens.end, vocab_size=vocab_size)
     return Described(

@@ -156,6 +156,12 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         describe(folder)
 
 
+def test_a_vocab_size_in_quotation_marks_is_told_with_them(folder: Path) -> None:
+    rewrite(folder / "config.json", vocab_size="384")
+    with pytest.raises(CardError, match=r"has 320 ids, config\.json a vocab_size of '384'"):
+        describe(folder)
+
+
 def test_the_highest_id_counts_wherever_it_stands() -> None:
     def size(vocab: dict[str, int], *added: int) -> int:
         tokens = [{"id": each} for each in added]
@@ -360,7 +366,7 @@ DEEP = "[" * 100_000
         ("config.json", json.dumps(tiny_config(rope_scaling={"type": "yarn", "factor": "4"})), "rope_scaling"),
         ("config.json", json.dumps(tiny_config(rope_scaling="yarn")), "rope_scaling is not an object"),
         ("config.json", json.dumps(tiny_config(vocab_size=10**30)), "vocab_size"),
-        ("config.json", json.dumps(tiny_config(vocab_size="v" * 10_000)), "vocab_size of v{40}$"),
+        ("config.json", json.dumps(tiny_config(vocab_size="v" * 10_000)), "vocab_size of 'v{39}$"),
     ],
 )
 def test_numbers_and_depths_that_no_file_has_are_sentences(folder: Path, name: str, content: str, error: str) -> None:
