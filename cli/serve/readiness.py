@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import http.client
 import ssl
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
@@ -79,14 +78,15 @@ def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirec
 
 
 def read_metrics(url: str) -> Samples:
-    """The samples of a /metrics page of this host by name; empty where it does not answer."""
+    """The samples of a /metrics page of this host by name; empty where it does not answer, or not to its end with such
+    a page: the process may end meanwhile, and another program have its port."""
+    samples: Samples = {}
     try:
         with _opener().open(url, timeout=2.0) as response:
-            text = response.read().decode()
-    except (OSError, urllib.error.URLError):
+            families = list(text_string_to_metric_families(response.read().decode()))
+    except (OSError, http.client.HTTPException, ValueError):
         return {}
-    samples: Samples = {}
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
     return samples

@@ -1,6 +1,7 @@
 """`octavo ps`: what serves on this machine, or at one address."""
 
 import contextlib
+import http.client
 import json
 import socket
 import sys
@@ -239,7 +240,7 @@ def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
             return "ready"
     except urllib.error.HTTPError as error:
         return "draining" if b"drain" in error.read() else "waiting"
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return "loading"
 
 
