@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.errors import usage
-from octavo.client.requests import GenerateFields
+from octavo.client.requests import GenerateFields, generate_request
 
 FEWEST_TOKENS = 4  # of a ShareGPT turn that counts, and
 MOST_PROMPT_TOKENS, MOST_TOKENS = 1024, 2048  # the most, as vLLM's benchmark has it
@@ -114,7 +114,8 @@ def _many(path: Path, asks: Iterator[Ask], count: int) -> list[Ask]:
 def _from_conversations(rows: Sequence[Any], count_tokens: CountTokens) -> Iterator[Ask]:
     for row in rows:
         turns = row.get("conversations") if isinstance(row, dict) else None
-        values: list[Any] = [turn.get("value") for turn in turns or () if isinstance(turn, dict)]
+        turns = turns if isinstance(turns, list) else []
+        values: list[Any] = [turn.get("value") for turn in turns if isinstance(turn, dict)]
         if len(values) < 2 or not all(isinstance(value, str) and value for value in values[:2]):
             continue
         num_prompt, num_output = count_tokens(values[0]), count_tokens(values[1])
@@ -129,11 +130,20 @@ def _from_prompt(path: Path, number: int, row: Any, lengths: Lengths) -> Ask:
     if not isinstance(num_output, int) or num_output < 1:
         raise _unusable(path, f"entry {number}: output_tokens is {num_output!r}, which is no count")
     if isinstance(fields.get("messages"), list) and all(isinstance(each, dict) for each in fields["messages"]):
-        return Ask(prompt=GenerateFields(messages=fields["messages"]), num_output=num_output, is_exact=False)
-    text: Any = fields.get("prompt") or next(iter(fields.get("turns") or ()), None)
-    if not isinstance(text, str) or not text:
-        raise _unusable(path, f"entry {number} has no prompt, messages or turns")
-    return Ask(prompt=GenerateFields(text=text), num_output=num_output, is_exact=False)
+        prompt = GenerateFields(messages=fields["messages"])
+    else:
+        turns = fields.get("turns")
+        text: Any = fields.get("prompt") or (next(iter(turns), None) if isinstance(turns, list) else turns)
+        if not isinstance(text, str) or not text:
+            raise _unusable(path, f"entry {number} has no prompt, messages or turns")
+        prompt = GenerateFields(text=text)
+    try:
+        generate_request(**prompt)
+    except KeyError as error:
+        raise _unusable(path, f"entry {number}: a message has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise _unusable(path, f"entry {number}: {error}") from None
+    return Ask(prompt=prompt, num_output=num_output, is_exact=False)
 
 
 def _from_trace(path: Path, rows: Sequence[Any], *, vocab_size: int, seed: int) -> list[Ask]:
