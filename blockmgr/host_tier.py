@@ -8,6 +8,7 @@ A block is *awaited* while its copy in is queued: no plan has it, so no step may
 have left here is kept under their ids. It must not know rows, nor what a request is.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,8 @@ class HostTier:
         self.is_awaited_P = np.zeros(device.num_blocks, np.bool_)
         self.swapped: dict[str, SwappedRequest] = {}
         self.num_copied_out = self.num_copied_in = 0
+        self._taken_C2 = NO_COPIES  # (host, device), in, for the plan that is begun next
+        self._under_way: deque[np.ndarray] = deque()  # the same of each plan in flight
         self._device = device
         self._index = index
         self._max_copies_in = max_copies_in
@@ -132,7 +135,7 @@ class HostTier:
         first = self.pool.first
         outs_C2 = np.array([(device, host - first) for host, device in self.outs.items()], np.int32).reshape(-1, 2)
         self.outs.clear()
-        ins_C2 = self.ins.take(self._max_copies_in)
+        ins_C2 = self._taken_C2 = self.ins.take(self._max_copies_in)
         self.is_awaited_P[ins_C2[:, 1]] = False
         self.num_copied_out += len(outs_C2)
         self.num_copied_in += len(ins_C2)
@@ -141,6 +144,8 @@ class HostTier:
     def begin_step(self, step: int) -> None:
         """A plan is launched: what was taken for it is protected by its fence."""
         self.pool.fence.begin(step)
+        self._under_way.append(self._taken_C2)
+        self._taken_C2 = NO_COPIES
         taken = self.ins.pop_taken()
         if not taken:
             return
@@ -154,15 +159,19 @@ class HostTier:
     def end_step(self, step: int) -> None:
         """It has run."""
         self.pool.end_step(step)
+        self._under_way.popleft()
 
-    def invalidate(self, host_blocks: np.ndarray) -> None:
+    def invalidate(self, host_blocks: np.ndarray) -> np.ndarray:
         """These host blocks, counted from 0, do not hold what was to be copied into them: they leave the index, and
-        swapped requests that have one are dropped whole."""
+        swapped requests that have one are dropped whole. Device blocks, int32, that a copy of one is queued for, or
+        taken by a plan in flight."""
         blocks = (host_blocks + self.pool.first).astype(np.int32)
         self.pool.forget(blocks)
         lost = [name for name, request in self.swapped.items() if np.isin(request.blocks, blocks).any()]
         for name in lost:
             self.drop_swapped(name)
+        copies_C2 = np.concatenate([np.array(self.ins.pending, np.int32).reshape(-1, 2), *self._under_way])
+        return copies_C2[np.isin(copies_C2[:, 0], blocks), 1]
 
     # ------------------------------------------------------------ inside
 

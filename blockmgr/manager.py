@@ -334,7 +334,7 @@ class BlockManager:
         that hold such blocks on the device."""
         targets = copies_in_C2[:, 1]
         if len(copies_out_C2):
-            self._host.invalidate(copies_out_C2[:, 1])
+            targets = np.concatenate([targets, self._host.invalidate(copies_out_C2[:, 1])])
         if not len(targets):
             return []
         self._index.bar(targets)

@@ -154,6 +154,39 @@ def test_who_reads_what_a_failed_plan_should_have_brought_is_named(make_manager:
     assert manager.match(A) == 0
 
 
+def test_what_waits_for_a_block_that_a_failed_plan_should_have_copied_out_is_named_too(
+    make_manager: MakeManager,
+) -> None:
+    manager = make_manager(num_host_blocks=16, max_blocks_per_slot=12, max_copies_in=2)
+    for name, tokens in (("a", A), ("z", A + 50), ("b", B[:31])):
+        serve(manager, name, tokens)
+    first = manager.admit("c", A + 50, reserve_tokens=9).slot
+    second = manager.admit("d", A).slot
+    outs_C2, ins_C2 = manager.take_moves()
+    assert set(ins_C2[:, 1].tolist()) == set(manager.table_SM[first, :2].tolist())  # the second waits for its turn
+    assert manager.invalidate_copies(outs_C2, ins_C2) == [first, second]
+    manager.release(second, "d")
+    manager.release(first, "c")
+    assert (manager.match(A), manager.match(A + 50), manager.audit().violations) == (0, 0, ())
+
+
+def test_a_later_plan_brings_back_nothing_of_what_a_failed_one_should_have_copied_out(
+    make_manager: MakeManager,
+) -> None:
+    manager = make_manager(num_host_blocks=16, max_blocks_per_slot=12)
+    serve(manager, "a", A)
+    serve(manager, "b", B[:31])
+    failing = manager.take_moves()
+    manager.begin_step(1)
+    slot = manager.admit("c", A, reserve_tokens=9).slot
+    manager.take_moves()
+    manager.begin_step(2)
+    manager.end_step(1)
+    assert manager.invalidate_copies(*failing) == [slot]
+    manager.end_step(2)
+    assert (manager.match(A), manager.audit().violations) == (0, ())
+
+
 def test_a_flush_forgets_the_host_too(make_manager: MakeManager) -> None:
     manager = make_manager(num_host_blocks=8, max_blocks_per_slot=12)
     serve(manager, "a", A)

@@ -3,6 +3,7 @@ oracle's tokens are a hash of what blocks really hold, so a block that is read b
 shows."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,17 @@ def run(seed: int) -> Counter[str]:
 def test_any_traffic_over_two_tiers_gives_the_tokens_of_one_that_never_evicts(decade: int) -> None:
     seen = sum((run(seed) for seed in range(10 * decade, 10 * decade + 10)), Counter[str]())
     assert all(seen[name] > 0 for name in ("copied_out", "copied_in", "swaps", "recomputed", "failed")), seen
+
+
+@pytest.mark.parametrize("seed", [12, 16, 24])
+def test_requests_that_start_over_while_blocks_wait_to_come_back_leave_no_wrong_block_behind(seed: int) -> None:
+    short = {step: RunnerOutOfMemory("short") for step in range(3 + seed % 5, 200, 5)}
+    config = replace(
+        world_of(seed).config, num_host_blocks=20, max_copies_in=1, faults=OracleFaults(collect_errors=short)
+    )
+    world = World(config)
+    drive(world, seed)
+    world.check_complete()
 
 
 def _nothing(*_: object) -> None:
