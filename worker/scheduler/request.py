@@ -145,8 +145,8 @@ class Request:
     origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
     num_sent_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
     num_paid_tokens: its first so many tokens are not charged again (`worker.scheduler.request_queue`).
-    num_swaps: of its preemptions, those where its blocks went to the host. num_verified_tokens: of what went there the
-    last time, how many tokens had been followed by one whose logits were finite.
+    num_swaps: of its preemptions, those where its blocks went to the host. num_verified_tokens: of what went there, how
+    many tokens had been followed by one whose logits were finite; None where it is back, or never went there.
     resumes_as: what a PAUSED request does when it goes on; None for all others.
     matcher: how far the output has come in its grammar; None without one, and until it is compiled.
     preempted: spells without a slot after it had one, where its Run is traced; preempted_since_s: the present one.
@@ -175,7 +175,7 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    num_verified_tokens: int = 0
+    num_verified_tokens: int | None = None
     preempted: list[tuple[float, float]] = field(default_factory=list)
     preempted_since_s: float | None = None
     slot_since_s: float = 0.0

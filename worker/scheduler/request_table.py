@@ -174,10 +174,10 @@ class RequestTable:
             request.num_cached_tokens = admission.num_cached_tokens
             self.counters.num_cached_tokens += admission.num_cached_tokens
         self._take_row(request, admission.num_cached_tokens)
-        if request.num_verified_tokens:
+        if request.num_verified_tokens is not None:
             num_verified = min(request.num_verified_tokens, admission.num_cached_tokens)  # less where a copy failed
             self.slots.num_computed_S[request.slot] = num_verified
-            request.num_verified_tokens = 0
+            request.num_verified_tokens = None
         if self.blocks.is_awaited(admission.slot):
             request.phase, self.loading[request.slot] = Phase.LOADING, request
         else:

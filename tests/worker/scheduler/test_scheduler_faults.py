@@ -41,6 +41,24 @@ def test_blocks_of_a_request_that_was_not_finite_never_serve_another(output_inde
     assert world.blocks.match(world.asked[key(1)].prompt_ids_T) == 0
 
 
+def test_chunks_that_nothing_has_verified_serve_nobody_after_a_way_to_the_host_and_back() -> None:
+    faults = OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=-100)  # from the first chunk on
+    world = World(WorldConfig(model=MODEL, num_host_blocks=16, max_batch_tokens=4, faults=faults))
+    request = world.add(1, [*range(3, 15), NAN_TOKEN], max_tokens=8)
+    world.step()
+    world.scheduler.requests.preempt(world.scheduler.requests.in_slot(0), world.now_s)
+    world.step()
+    world.step()
+    world.cancel(1)
+    world.add(2, [*range(3, 15), 15], max_tokens=3)
+    world.run()
+    world.check_complete()
+    assert world.reasons() == {1: "CANCELLED", 2: "LENGTH"}
+    finished = world.streams[request].finished
+    assert finished is not None
+    assert (finished.swaps, finished.computed_tokens) == (1, 8)  # it was back, and not at its end
+
+
 @pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_a_failed_step_ends_everyone_in_it_and_the_next_request_is_served(where: str, max_in_flight: int) -> None:
