@@ -40,9 +40,12 @@ class BlockEvent:
 
 
 class WalkedIndex(Protocol):
-    """The part of a PrefixIndex that a walk reads. entry_P: of each block; below 1 for those that are not in it."""
+    """The part of a PrefixIndex that a walk reads. entry_P: of each block; below 1 for those that are not in it.
+    digest_of: of each block that is in it; block_of: the block of each digest."""
 
     entry_P: np.ndarray
+    digest_of: list[bytes | None]
+    block_of: dict[bytes, int]
 
     def stored_event(self, block: int) -> BlockEvent:
         """STORED for an indexed block."""
@@ -53,23 +56,25 @@ class IndexWalk:
 
     Parts come in the order of entries, parents before children, and each says what is in the index when it is taken.
     A listener that gets every change as well has the whole index at the end: what entered behind the walk comes with
-    it, perhaps again; what left before its turn does not come, and what left after it came as a change.
+    it, perhaps again; what left before its turn does not come, and what left after it came as a change. An entry that
+    another block takes over keeps its turn: the listener may not have known its parent when it came as a change.
     """
 
     def __init__(self, index: WalkedIndex) -> None:
         self._index = index
         self._last_entry = 0  # of those that were sorted; entries begin at 1
-        self._ahead: deque[tuple[int, int]] = deque()  # (entry, block), in order
+        self._ahead: deque[tuple[int, bytes]] = deque()  # (entry, digest), in order
 
     def take(self, max_blocks: int) -> list[BlockEvent]:
         """STORED for the next blocks, at most max_blocks. Fewer: the end is reached, for now."""
-        events: list[BlockEvent] = []
+        index, events = self._index, list[BlockEvent]()
         while len(events) < max_blocks:
             if not self._ahead and not self._sort(LOOK_AHEAD * max_blocks):
                 break
-            entry, block = self._ahead.popleft()
-            if self._index.entry_P[block] == entry:
-                events.append(self._index.stored_event(block))
+            entry, digest = self._ahead.popleft()
+            block = index.block_of.get(digest)
+            if block is not None and index.entry_P[block] == entry:
+                events.append(index.stored_event(block))
         return events
 
     def _sort(self, max_blocks: int) -> bool:
@@ -79,7 +84,8 @@ class IndexWalk:
         if len(blocks) > max_blocks:
             blocks = blocks[np.argpartition(entry_P[blocks], max_blocks)[:max_blocks]]
         blocks = blocks[np.argsort(entry_P[blocks])]
-        self._ahead.extend(zip(entry_P[blocks].tolist(), blocks.tolist(), strict=True))
+        digests = [self._index.digest_of[block] or b"" for block in blocks.tolist()]
+        self._ahead.extend(zip(entry_P[blocks].tolist(), digests, strict=True))
         if self._ahead:
             self._last_entry = self._ahead[-1][0]
         return bool(self._ahead)

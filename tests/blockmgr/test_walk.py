@@ -64,14 +64,15 @@ def reachable(manager: BlockManager) -> set[bytes]:
 
 
 @pytest.mark.parametrize("num_blocks", [6, 14, 40])
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
 @pytest.mark.parametrize("part", [1, 2, 7])
 def test_parts_between_changes_tell_all_that_can_be_hit_and_nothing_else(
-    make_manager: MakeManager, num_blocks: int, part: int, monkeypatch: pytest.MonkeyPatch
+    make_manager: MakeManager, num_blocks: int, num_host_blocks: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(walk_module, "LOOK_AHEAD", 3)
     for seed in range(40):
         rng = random.Random(seed)
-        manager = make_manager(num_blocks=num_blocks)
+        manager = make_manager(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         for number in range(30):
             change(manager, rng, number)
         manager.take_events()
