@@ -9,9 +9,9 @@ from octavo.gateway.workers.link import Outbox, RouterLink
 from octavo.gateway.workers.outputs import Output, Outputs
 from octavo.gateway.workers.prefix_index import PrefixIndexes
 from octavo.gateway.workers.queries import Queries
-from octavo.gateway.workers.registry import Registry
+from octavo.gateway.workers.registry import Registry, WorkerRecord
 from octavo.gateway.workers.stats import PoolStats
-from octavo.gateway.workers.views import LostReason
+from octavo.gateway.workers.views import LostReason, WorkerState
 from octavo.gateway.workers.watch import ProcessWatch
 from octavo.wire.messages import ModelCard, NeedTokenizer, Refused, Welcome
 
@@ -68,6 +68,12 @@ class Executor:
                     self._announce(decision)
                 case Lose():
                     self._lose(decision)
+
+    def drains(self, record: WorkerRecord) -> None:
+        """This worker takes nothing new from now on. Idempotent."""
+        if record.state is not WorkerState.DRAINING:
+            record.state = WorkerState.DRAINING
+            self.changed()
 
     def changed(self) -> None:
         """The set of workers or models has changed."""

@@ -144,15 +144,18 @@ class Migration:
         *,
         send: Send,
         check: Callable[[int], None],
+        drains: Callable[[WorkerRecord], None],
         max_moves: int,
         timeout_s: float,
     ) -> None:
-        """check(incarnation): report an exit of that worker that was not noticed yet."""
+        """check(incarnation): report an exit of that worker that was not noticed yet. drains(record): a worker has said
+        by what it turned away that it takes nothing more; its heartbeat says so later."""
         self._registry = registry
         self._outputs = outputs
         self._stats = stats
         self._send = send
         self._check = check
+        self._drains = drains
         self.on_probation: dict[Hashable, Hashable] = {}
         self.accused: dict[bytes, None] = {}  # the latest last
         self._max_moves = max_moves
@@ -210,6 +213,9 @@ class Migration:
 
     def turned_away(self, output: Output, finished: Finished) -> bool:
         """A worker ended an output because it drains or is full: whether the output continues elsewhere."""
+        record = self._registry.get(output.incarnation)
+        if finished.error == "DRAINING" and record is not None:
+            self._drains(record)
         is_turned_away = finished.error in _TURNED_AWAY and (finished.error == "DRAINING" or output.num_moves > 0)
         if not is_turned_away or not self._may_move(output, LostReason.DRAINING):
             return False

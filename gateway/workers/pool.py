@@ -81,6 +81,7 @@ class WorkerPool:
             self.stats,
             send=self._send_again,
             check=lambda incarnation: self._executor.watch.check(incarnation),
+            drains=lambda record: self._executor.drains(record),
             max_moves=config.max_migrations,
             timeout_s=config.migration_timeout_s,
         )
@@ -235,8 +236,7 @@ class WorkerPool:
         if record is None:
             raise WorkerGone(worker_id, "not registered")
         self._outbox.send(record, Drain(grace_s=grace_s))
-        record.state = WorkerState.DRAINING
-        self._executor.changed()
+        self._executor.drains(record)
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
@@ -330,10 +330,12 @@ class WorkerPool:
         return []
 
     def _take_heartbeat(self, message: Heartbeat, now_s: float) -> list[Decision]:
-        if self._registry.on_heartbeat(message, now_s) is not None:
-            return []
-        self.stats.stale_messages += 1
-        return self._registry.on_stale_heartbeat(message.epoch)
+        if (record := self._registry.on_heartbeat(message, now_s)) is None:
+            self.stats.stale_messages += 1
+            return self._registry.on_stale_heartbeat(message.epoch)
+        if message.is_draining:
+            self._executor.drains(record)
+        return []
 
     def _take_register(self, peer: Peer, message: Register, now_s: float) -> list[Decision]:
         known = self._registry.find(message.worker_id)

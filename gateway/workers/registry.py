@@ -86,8 +86,6 @@ class WorkerRecord:
         self.num_prefill_tokens = beat.num_prefill_tokens
         self.num_generated_tokens = beat.num_generated_tokens
         self.num_preemptions = beat.num_preemptions
-        if beat.is_draining and self.state is WorkerState.READY:
-            self.state = WorkerState.DRAINING
 
     def take_step(self, now_s: float) -> None:
         """Note that a step's output arrived."""

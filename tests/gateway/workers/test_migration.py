@@ -124,6 +124,7 @@ async def test_another_models_worker_may_be_lost_while_a_place_is_looked_for() -
         stats,
         send=lambda record, run, output: sent.append(record.worker_id),
         check=notice_more,
+        drains=lambda record: None,
         max_moves=2,
         timeout_s=5.0,
     )
@@ -250,6 +251,31 @@ async def test_a_worker_that_drains_blames_nobody_and_its_outputs_move_together(
         await first.send(Leaving(epoch=first.epoch, reason="DRAINED"))
         assert {(await second.expect(Run)).request_id for _ in range(2)} == {"r1", "r2"}
         assert [sink.ends for sink in sinks] == [[], [], []]
+
+
+async def test_a_worker_that_turned_an_output_away_because_it_drains_is_not_asked_again(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        for n in range(3):
+            open_on(pool, second, f"other{n}")
+            await second.expect(Run)
+        sink = open_on(pool, first)
+        run = await first.expect(Run)
+        refused = finished(run.handle, reason=WireFinishReason.ERROR, error="DRAINING")
+        await first.step(finished=(refused,))  # before any heartbeat says so, and with less to do than the other
+        assert (await second.expect(Run)).request_id == "r"
+        assert (await first.hears_nothing(), sink.ends) == (True, [])
+
+
+async def test_what_the_only_worker_turns_away_waits_for_the_next_one(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0") as (pool, workers):
+        sink = open_on(pool, workers[0])
+        run = await workers[0].expect(Run)
+        await workers[0].step(finished=(finished(run.handle, reason=WireFinishReason.ERROR, error="DRAINING"),))
+        await until(lambda: not pool.cards())
+        await workers[0].send(Leaving(epoch=workers[0].epoch))
+        workers.append(FakeWorker(pool.bound_endpoints[0], "w0"))
+        await workers[1].join(pool)
+        assert ((await workers[1].expect(Run)).request_id, sink.ends) == ("r", [])
 
 
 async def test_a_full_worker_is_asked_again_later(tmp_path: Path) -> None:

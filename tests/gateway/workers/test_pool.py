@@ -122,8 +122,9 @@ async def test_cancels_of_one_turn_travel_in_one_message(pool: WorkerPool, dial:
 
 
 async def test_heartbeats_update_the_view_over_any_connection(pool: WorkerPool, dial: Dial) -> None:
-    worker, heart = dial(), dial()
+    worker, heart, told = dial(), dial(), list[bool]()
     await worker.join(pool)
+    pool.on_change(lambda: told.append(bool(pool.cards())))
     beat = Heartbeat(
         epoch=worker.epoch,
         num_steps=9,
@@ -138,7 +139,7 @@ async def test_heartbeats_update_the_view_over_any_connection(pool: WorkerPool, 
     await until(lambda: pool.workers()[0].num_steps == 9)
     (view,), seen_s = pool.workers(), time.monotonic()
     assert (view.num_running, view.num_waiting, view.num_free_blocks) == (2, 1, 5)
-    assert view.state is WorkerState.DRAINING
+    assert (view.state, told) == (WorkerState.DRAINING, [False])  # nobody can be served, which health says
     assert 0 <= view.heartbeat_age_s <= seen_s - sent_s
     with pytest.raises(NoWorker):
         pool.choose("tiny", PROMPT, "")

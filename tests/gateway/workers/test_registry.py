@@ -265,12 +265,6 @@ def test_when_the_gateway_itself_slept_nobody_is_blamed() -> None:
     assert registry.on_tick(101.0) == []
 
 
-def test_a_draining_worker_is_marked_by_its_heartbeat() -> None:
-    registry = ready_registry()
-    registry.on_heartbeat(beat(is_draining=True), 1.0)
-    assert [record.state for record in registry] == [WorkerState.DRAINING]
-
-
 def test_the_end_of_the_process_ends_the_worker() -> None:
     registry = ready_registry()
     assert registry.on_exit(1) == [lose(LostReason.WORKER_LOST, "its process ended")]
