@@ -37,7 +37,6 @@ log = structlog.get_logger(__name__)
 
 _NOT_THE_WORKERS_END = frozenset({LostReason.INTERNAL, LostReason.POISONED})
 _MAX_ACCUSED = 1024  # prompts that are remembered
-_TURNED_AWAY = frozenset({"DRAINING", "QUEUE_FULL"})
 
 _IT_MAY_BE_CHANCE = "two workers in turn were lost with this request, by chance or by it: it may be tried once more"
 
@@ -213,11 +212,13 @@ class Migration:
 
     def turned_away(self, output: Output, finished: Finished) -> bool:
         """A worker ended an output because it drains or is full: whether the output continues elsewhere."""
-        record = self._registry.get(output.incarnation)
-        if finished.error == "DRAINING" and record is not None:
-            self._drains(record)
-        is_turned_away = finished.error in _TURNED_AWAY and (finished.error == "DRAINING" or output.num_moves > 0)
-        if not is_turned_away or not self._may_move(output, LostReason.DRAINING):
+        # Of a new request its caller is told that there is no place.
+        drains, is_full = finished.error == "DRAINING", finished.error == "QUEUE_FULL" and output.num_moves > 0
+        if (record := self._registry.get(output.incarnation)) is not None:
+            record.is_full = record.is_full or is_full
+            if drains:
+                self._drains(record)
+        if not (drains or is_full) or not self._may_move(output, LostReason.DRAINING):
             return False
         self.lost(output, LostReason.DRAINING, finished.detail)
         return True
@@ -290,6 +291,7 @@ class Migration:
             if record.state is WorkerState.READY
             and record.card.fingerprint == fingerprint
             and record.in_flight < record.max_requests
+            and not record.is_full
         ]
         return sorted(ready, key=lambda record: record.num_requests / record.max_requests)
 

@@ -50,6 +50,7 @@ class WorkerRecord:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     is_watched: bool = False  # its process is watched: silence is then a stall, not a death
+    is_full: bool = False  # it had no place for an output, and has not told of one since
 
     @classmethod
     def of(
@@ -86,6 +87,7 @@ class WorkerRecord:
         self.num_prefill_tokens = beat.num_prefill_tokens
         self.num_generated_tokens = beat.num_generated_tokens
         self.num_preemptions = beat.num_preemptions
+        self.is_full = self.is_full and self.num_requests >= self.max_requests
 
     def take_step(self, now_s: float) -> None:
         """Note that a step's output arrived."""

@@ -19,7 +19,7 @@ from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerReco
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, WorkerState
 from octavo.wire.host import pid_namespace
-from octavo.wire.messages import Cancel, Leaving, Run, WireFinishReason
+from octavo.wire.messages import Cancel, Heartbeat, Leaving, Run, WireFinishReason
 from tests.support.gateway.workers import (
     FakeWorker,
     RecordingSink,
@@ -286,6 +286,10 @@ async def test_a_full_worker_is_asked_again_later(tmp_path: Path) -> None:
         run = await second.expect(Run)
         refused = finished(run.handle, reason=WireFinishReason.ERROR, error="QUEUE_FULL", detail="full")
         await second.step(finished=(refused,))
+        assert await second.hears_nothing()  # or its moves would be spent before a place is free
+        await second.send(Heartbeat(epoch=second.epoch, num_steps=2, has_work=True, num_running=8, num_waiting=8))
+        assert await second.hears_nothing()
+        await second.send(Heartbeat(epoch=second.epoch, num_steps=3, has_work=True, num_running=8, num_waiting=7))
         again = await second.expect(Run)
         assert (again.request_id, sink.ends) == ("r", [])
 
