@@ -79,11 +79,13 @@ class Results:
         return [self._requests.in_slot(slot) for slot in step.slots_A[step.is_live_A(self._slots)].tolist()]
 
     def _spoiled_requests(self, step: InFlightStep) -> list[Request]:
-        """Those of a failed step, those that a later plan has forked off what it should have computed, and those that
-        hold what it should have brought back."""
+        """Those of a failed step, those that a later plan has forked off what it should have computed, those that
+        hold what it should have brought back, and those whose rows it had news of: paused ones, which got a block or a
+        copy of one for a plan that was not made after all."""
         requests = self._live_requests(step)
         plan = step.plan
         holders = self._requests.blocks.invalidate_copies(plan.copies_out_C2, plan.copies_in_C2)
+        holders += self._requests.paused.keys() & set(plan.block_updates_U3[:, 0].tolist())
         requests += [other for slot in holders if (other := self._requests.in_slot(slot)) not in requests]
         return requests + [
             other for other in self._requests.running if other.origin in requests and other not in requests

@@ -91,6 +91,27 @@ def test_a_failed_step_spares_who_was_not_in_it(where: str, max_in_flight: int) 
     assert world.reasons() == {1: "ENGINE_ERROR", 2: "LENGTH"}
 
 
+def test_a_paused_output_whose_own_block_was_to_be_copied_by_a_failed_step_does_not_trust_it() -> None:
+    faults = OracleFaults(launch_errors={2: RunnerOutOfMemory("short")})
+    world = World(
+        WorldConfig(model=MODEL, num_blocks=12, max_batch_tokens=32, max_num_seqs=6, max_in_flight=2, faults=faults)
+    )
+    for handle in (1, 2, 3):
+        world.add(handle, [10 * handle + n for n in range(4)], max_tokens=8)
+    world.add(4, [5, 6, 7], max_tokens=8, num_outputs=3)
+    world.launch()
+    assert world.launch() is None  # each of the others got a block, 4 the copy of one, and its sisters got none
+    world.pause(4)
+    world.cancel(1)
+    world.collect()
+    world.launch()
+    world.resume(4)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert [world.reasons()[handle] for handle in (1, 4)] == ["CANCELLED", "LENGTH"]
+
+
 @pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_out_of_memory_ends_the_largest_prefill_and_computes_the_others_again(where: str, max_in_flight: int) -> None:
