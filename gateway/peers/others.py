@@ -22,7 +22,7 @@ from octavo.wire.peer_messages import PeerReply, ToPeer
 
 log = structlog.get_logger(__name__)
 SILENT_S = 2.0  # without an answer, though it was told something four times meanwhile
-_TRY_AGAIN_S = 0.01  # until a connection is open
+_TRY_AGAIN_S = 0.01  # until a connection takes more
 _GRACE_S = 0.05  # for a connected one that was silent: perhaps it was this gateway that was frozen
 _SEND_AGAIN_S = 0.5  # a question may be lost with its connection; a repeated one has no further effect
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -69,6 +69,7 @@ class Other:
         self._opened_s = self._last_s  # when the connection was made
         self._trouble = _NOBODY
         self._is_connected = False
+        self._is_open = asyncio.Event()  # what is sent goes out
         self._is_refused = False  # nobody listened at the last attempt to connect, or the key was wrong
         self._on_open = on_open
         self._losses = losses
@@ -140,6 +141,7 @@ class Other:
     async def _send(self, frame: bytes) -> None:
         """As soon as there is a connection; not at all once this is closed."""
         while not self._socket.closed:
+            await self._is_open.wait()
             try:
                 await self._socket.send(frame, zmq.NOBLOCK)
                 return
@@ -168,6 +170,7 @@ class Other:
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._trouble, self.has_left, self._is_refused = _MUTE, False, False
                 self._opened_s = self._loop.time()
+                self._is_open.set()
                 self._on_open()
             elif event & _REFUSED:
                 self._trouble, self._is_refused = _WRONG_KEY, True
@@ -176,6 +179,7 @@ class Other:
                 broke_early = self._is_connected and self._trouble != _MUTE
                 self._trouble = _WRONG_KEY if broke_early else _NOBODY
                 self._is_connected = False
+                self._is_open.clear()
                 # A connection that broke may be there again at once: only an attempt that failed tells.
                 self._is_refused = self._is_refused or event == zmq.EVENT_CLOSED
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.peers import others
@@ -71,6 +72,25 @@ async def test_a_gateway_that_starts_late_or_again_is_reached(tmp_path: Path) ->
             assert await waiting == ({"gateway-1": 7}, ())
         async with peers(PeerConfig(endpoint=two, others=(one,))):
             await asked_until(first, ({"gateway-1": 7}, ()))
+
+
+async def test_questions_to_a_gateway_that_is_not_there_cost_nothing_while_they_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = socket_of(tmp_path, 0), socket_of(tmp_path, 1)
+    send, tries = zmq.asyncio.Socket.send, list[bytes]()
+
+    def counted(socket: zmq.asyncio.Socket, data: bytes, *args: object, **options: object) -> object:
+        tries.append(data)
+        return send(socket, data, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "send", counted)
+    async with peers(PeerConfig(endpoint=one, others=(two,))) as (first,):
+        assert await asyncio.gather(*(ask(first, 0.3) for _ in range(5))) == [({}, ("gateway-1",))] * 5
+        assert tries == []
+        waiting = asyncio.create_task(ask(first))
+        async with peers(PeerConfig(endpoint=two, others=(one,))):
+            assert await waiting == ({"gateway-1": 7}, ())
 
 
 async def test_nobody_waits_for_a_gateway_that_is_known_to_be_down(tmp_path: Path) -> None:
