@@ -71,9 +71,10 @@ def block_seconds(
     seconds = num_blocks_then * (now_s - since_s)
     firsts = np.arange(num_blocks_then, num_blocks) * block_size
     firsts = firsts[firsts < len(ticks_T)]
-    if len(firsts):
-        ages = np.uint32(tick(now_s)) - ticks_T[firsts]
-        seconds += float(ages.sum(dtype=np.float64)) / TICKS_PER_S
+    if len(firsts):  # a block may be older than ticks can tell, no gap is
+        gaps = np.diff(ticks_T[firsts[0] :], append=np.uint32(tick(now_s)))
+        ages = gaps[::-1].cumsum(dtype=np.float64)[::-1][firsts - firsts[0]]
+        seconds += float(ages.sum()) / TICKS_PER_S
     return seconds
 
 

@@ -29,6 +29,13 @@ def test_blocks_that_come_later_count_from_then() -> None:
     assert seconds == pytest.approx(2 * 8 + 4 + 2, abs=1e-4)
 
 
+def test_a_block_may_be_held_for_hours() -> None:
+    hour_s = 3600.0
+    ticks_T = np.asarray([tick(index * hour_s) for index in range(5)], np.uint32)
+    seconds = block_seconds(ticks_T, since_s=0.0, now_s=5 * hour_s, block_size=2, num_tokens_then=1, num_blocks=3)
+    assert seconds == pytest.approx((5 + 3 + 1) * hour_s, abs=1e-3)
+
+
 def test_a_receipt_has_gaps_and_blocks_over_preemptions() -> None:
     world = World(WorldConfig(num_blocks=8, block_size=2, max_num_seqs=2, max_batch_tokens=16))
     low = world.add(1, [3, 4, 5, 6], max_tokens=6, priority=0)
