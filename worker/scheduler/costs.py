@@ -27,6 +27,7 @@ _NUM_SEEN = 9  # steps without prompts, of which the middle one counts
 _MIN_PREFILL_TOKENS = 32  # below, a step's time says little about a token's
 GAP_PER_WAIT = 1.0  # a step may take as long as the next prompt has waited
 FULL_STEPS = 1.25  # but no longer than so many full steps of prompts' beginnings
+MOST_SURPRISE = 8.0  # times what prompts should have added to a step: where it took longer, the process stood still
 LEAST_PROMPT_TOKENS = 32
 """That a step takes of prompts however slow it is, so that they get on."""
 
@@ -170,6 +171,8 @@ class StepPace:
             return
         seen_2 = np.array([tokens, sum(_attended(chunk.start, chunk.num_tokens) for chunk in chunks)])
         added_s = max(0.0, seconds - self._decode_s)
+        if self._products_22[0, 0]:
+            added_s = min(added_s, MOST_SURPRISE * max(float(seen_2 @ self._rates()), self._max_gap_s))
         self._products_22 = _LONG_FADE * self._products_22 + np.outer(seen_2, seen_2)
         self._seconds_2 = _LONG_FADE * self._seconds_2 + seen_2 * added_s
 

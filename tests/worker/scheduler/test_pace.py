@@ -129,6 +129,23 @@ def test_a_step_that_was_late_hides_nothing_of_what_long_prompts_cost(late_s: fl
     assert far * (1.3e-6 + (20_000 + far / 2) * 2.2e-10) < 1.3 * GPU_MAX_GAP_S
 
 
+@pytest.mark.parametrize("still_s", [2.0, 60.0])
+@pytest.mark.parametrize("start", [0, 9_000])
+def test_a_process_that_stood_still_takes_prompts_as_before(still_s: float, start: int) -> None:
+    """Stopped, or its machine was: no step beside outputs took more than some hundred tokens for thousands of steps."""
+    pace = learned(8e-6, 2.2e-10, decode_s=0.006, steps=GPU_MAX_GAP_STEPS, max_gap_s=GPU_MAX_GAP_S, max_tokens=8192)
+    before = pace.allow(8).take(start, 8192)
+    pace.note((chunk(0, 2048),), 8, still_s)
+    assert before / 2 <= pace.allow(8).take(start, 8192) <= before
+
+
+def test_a_device_that_is_slower_from_now_on_is_found_out() -> None:
+    pace = learned(8e-6, 0.0, decode_s=0.006, max_gap_s=GPU_MAX_GAP_S)
+    for _ in range(400):
+        pace.note((chunk(0, 2048),), 8, 0.006 + 2048 * 20 * 8e-6)
+    assert pace.allow(8).take(0, 8192) <= 1.5 * (GPU_MAX_GAP_S - 0.006) / (20 * 8e-6)
+
+
 def test_prompts_of_any_length_all_at_once_leave_streams_smooth() -> None:
     """From the first step on, before any without prompts was seen."""
     asked = code(3, count=200, rate=None, long_share=0.03)
