@@ -6,9 +6,10 @@ sampling, penalties and limits continue where they were.
     lost ──► waiting ──a ready worker of the same model──► sent, on probation ──a token──► running as before
                └── no such worker in time, or moved too often ──► lost for good
 
-An output may be what crashes its workers. Any output that a crashed worker had begun is suspected of it, so each of
-them goes on probation: a worker has at most one of them at a time, until it has given a token for it. The others wait
-and lose only time. Those that had only been queued cannot have crashed anything, and need no probation.
+An output may be what crashes its workers. Any output that a crashed worker had is suspected of it, so each of them
+goes on probation: a worker has at most one of them at a time, until it has given a token for it. The others wait
+and lose only time. So do those that had only been queued, since a worker that crashes does not say which these were;
+what one turned away, or left in order, needs no probation.
 
 A worker that crashes meanwhile was crashed by its suspect, or by chance: two crashes are therefore an accusation. An
 accused output that had given tokens before has a harmless prompt, and gets a second probation; one that never gave any
