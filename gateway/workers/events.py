@@ -61,7 +61,7 @@ class BlockBatch:
 
 class BlockSubscription:
     """Of one subscriber, who has to call `leave` at its end. first_sequence: above every number that its earlier
-    subscriptions used."""
+    subscriptions used. next_sequence: above those that this one did."""
 
     def __init__(
         self, feed: "BlockFeed", salt: str, state: Iterator[BlockChange], num_blocks: int, *, first_sequence: int
@@ -72,7 +72,7 @@ class BlockSubscription:
         self._num_blocks = num_blocks
         self._num_chunks = max(1, -(-num_blocks // CHUNK_CHANGES))
         self._next_chunk = 0
-        self._next_sequence = first_sequence
+        self.next_sequence = first_sequence
         self._waiting: deque[tuple[BlockChange, ...]] = deque()
         self._num_waiting = 0
         self._cut: FeedCut | FeedEnded | None = None
@@ -126,17 +126,18 @@ class BlockSubscription:
         return self._batch(changes, Chunk(index=index, count=self._num_chunks, num_blocks=self._num_blocks))
 
     def _batch(self, changes: tuple[BlockChange, ...], chunk: Chunk | None) -> BlockBatch:
-        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         return BlockBatch(sequence=sequence, changes=changes, chunk=chunk)
 
 
 class BlockFeed:
-    """Of one model. now_us: microseconds of a clock that does not restart with the process."""
+    """Of one model. now_us: microseconds of a clock that does not restart with the process; it may be set back."""
 
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
         self.is_followed = False  # whether there are subscribers; plain, since it is asked for each block
         self._followers: list[BlockSubscription] = []
+        self._next_sequence = 0  # above all that subscriptions used that are over
         self._changes: list[tuple[str, BlockChange]] = []
 
     def tell(self, salt: str, change: BlockChange) -> None:
@@ -155,7 +156,8 @@ class BlockFeed:
         """Subscribe to the present state and every change to blocks of this salt. Raises FeedFull."""
         if len(self._followers) >= MAX_FOLLOWERS:
             raise FeedFull(f"{MAX_FOLLOWERS} subscribers follow the prefix cache already")
-        subscription = BlockSubscription(self, salt, state, num_blocks, first_sequence=self._now_us())
+        first = max(self._now_us(), self._next_sequence)
+        subscription = BlockSubscription(self, salt, state, num_blocks, first_sequence=first)
         self._followers.append(subscription)
         self.is_followed = True
         return subscription
@@ -169,6 +171,7 @@ class BlockFeed:
         """Idempotent."""
         if subscription in self._followers:
             self._followers.remove(subscription)
+            self._next_sequence = max(self._next_sequence, subscription.next_sequence)
             self.is_followed = bool(self._followers)
 
 

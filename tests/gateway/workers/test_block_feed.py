@@ -99,6 +99,16 @@ async def test_a_follower_hears_the_state_and_then_each_change() -> None:
     assert late.sequences == [1000, 1001]
 
 
+async def test_numbers_rise_from_one_subscription_to_the_next_also_where_the_clock_is_set_back() -> None:
+    rig = Rig()
+    rig.apply(1, stored("a", (1, 2)))
+    for expected in (1000, 1001, 1002):  # a clock that stands has been set back by as much as has passed
+        follower = rig.follow()
+        await follower.hear()
+        assert follower.sequences == [expected]
+        follower.subscription.leave()
+
+
 async def test_workers_are_told_as_one_cache() -> None:
     rig = Rig()
     follower = rig.follow()
