@@ -60,8 +60,8 @@ class Results:
             self._requests.end_tainted(request, failure("ENGINE_ERROR", detail), now_s)
 
     def run_out_of_memory(self, step: InFlightStep, detail: str, now_s: float) -> None:
-        """The largest prefill ends, or the longest request where there is no prefill; the others wait again. One
-        ends in any case, so this cannot go on for ever."""
+        """The largest prefill ends, or the longest request with a token in the step where there is no prefill; the
+        others wait again. One ends in any case, so this cannot go on for ever."""
         requests = self._spoiled_requests(step)
         if not requests:
             return
@@ -71,9 +71,10 @@ class Results:
                 self._requests.start_over(request, now_s)
         self._requests.end_tainted(culprit, failure("OUT_OF_MEMORY", detail), now_s)
 
-    def _size(self, step: InFlightStep, request: Request) -> tuple[int, int]:
-        num_tokens = [chunk.num_tokens for chunk in step.plan.prefill if chunk.slot == request.slot]
-        return sum(num_tokens), int(self._slots.num_known_S[request.held_slot])
+    def _size(self, step: InFlightStep, request: Request) -> tuple[int, bool, int]:
+        slot = request.held_slot
+        num_tokens = sum(chunk.num_tokens for chunk in step.plan.prefill if chunk.slot == slot)
+        return num_tokens, slot in step.plan.decode_slots_S, int(self._slots.num_known_S[slot])
 
     def _live_requests(self, step: InFlightStep) -> list[Request]:
         return [self._requests.in_slot(slot) for slot in step.slots_A[step.is_live_A(self._slots)].tolist()]

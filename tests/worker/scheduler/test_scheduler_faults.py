@@ -130,6 +130,27 @@ def test_out_of_memory_ends_the_largest_prefill_and_computes_the_others_again(wh
     assert [end.preemptions for end in ends if end] == [1, 1, 0]
 
 
+def test_out_of_memory_does_not_end_a_request_whose_blocks_are_on_their_way_back() -> None:
+    errors: dict[int, RunnerError] = {}
+    faults = OracleFaults(collect_errors=errors)
+    world = World(
+        WorldConfig(model=MODEL, num_blocks=12, num_host_blocks=16, max_copies_in=1, max_batch_tokens=20, faults=faults)
+    )
+    opening = list(range(3, 19))
+    for handle, prompt in ((1, opening), (2, list(range(20, 40)))):
+        world.add(handle, prompt, max_tokens=1)
+        world.run()
+    world.add(3, [40, 41], max_tokens=12)
+    world.step()
+    world.add(4, [*opening, 45], max_tokens=2)
+    world.step()
+    errors[len(world.trace) + 1] = RunnerOutOfMemory("short")
+    world.step()
+    world.run()
+    world.check_complete()
+    assert (world.reasons()[3], world.reasons()[4]) == ("OUT_OF_MEMORY", "LENGTH")
+
+
 def test_out_of_memory_again_and_again_ends_one_request_each_time() -> None:
     errors = {step: RunnerOutOfMemory("short") for step in range(1, 100)}
     world = World(WorldConfig(model=MODEL, faults=OracleFaults(collect_errors=errors)))
