@@ -151,6 +151,18 @@ class ScaleRefused(RequestError):
     """The number of a model's workers cannot be changed here, or not to that."""
 
 
+class NotOffered(RequestError):
+    """The method is one of another contract's that is not here."""
+
+
+class NotEnabled(RequestError):
+    """The same of a method that other servers have only where they were started with what it needs."""
+
+
+class RequestNotFound(RequestError):
+    """No request of that id is in flight."""
+
+
 class InternalDefect(RequestError):
     """A defect of ours; the log has its traceback."""
 
@@ -218,6 +230,9 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     EngineFailed: ErrorRow(code=_C.INTERNAL, reason="ENGINE_ERROR"),
     ConstraintFailed: ErrorRow(code=_C.INVALID_ARGUMENT, reason="CONSTRAINT"),
     ScaleRefused: ErrorRow(code=_C.FAILED_PRECONDITION, reason="SCALE_REFUSED"),
+    NotOffered: ErrorRow(code=_C.UNIMPLEMENTED, reason="NOT_OFFERED"),
+    NotEnabled: ErrorRow(code=_C.FAILED_PRECONDITION, reason="NOT_OFFERED"),
+    RequestNotFound: ErrorRow(code=_C.NOT_FOUND, reason="REQUEST_NOT_FOUND"),
     InternalDefect: INTERNAL,
 }
 

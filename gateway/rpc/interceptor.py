@@ -252,8 +252,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     async def _abort(self, error: Exception, scope: RpcScope, context: Context) -> None:
         status = status_of(error, scope, pushback_ms=self._pushback_ms)
+        set_before = tuple(context.trailing_metadata() or ())  # by the handler, of any status
         try:
-            await context.abort(status.code, status.message, status.trailers)
+            await context.abort(status.code, status.message, (*set_before, *status.trailers))
         except grpc.aio.AbortError:
             if not is_expected(error):
                 log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)

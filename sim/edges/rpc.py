@@ -119,6 +119,10 @@ class SimCall:
         """No connection that could be hung up."""
         return "sim:"
 
+    def trailing_metadata(self) -> tuple[()]:
+        """Handlers set none here."""
+        return ()
+
     async def send_initial_metadata(self, metadata: Any) -> None:
         """Nobody looks at it."""
         self._check_open()

@@ -5,8 +5,6 @@ import asyncio
 import contextlib
 import time
 
-import grpc
-
 from octavo.gateway.auth.authenticator import Scope
 from octavo.gateway.dialects.openengine import RELEASE, REVISION, info
 from octavo.gateway.dialects.openengine.messages import Events, engine_error, kv_batch, worst
@@ -23,9 +21,11 @@ from octavo.gateway.errors import (
     DeadlinePassed,
     InvalidRequest,
     NamesFields,
+    NotEnabled,
     PermissionDenied,
     RequestAborted,
     RequestError,
+    RequestNotFound,
     SlowConsumer,
     row_of,
 )
@@ -217,30 +217,27 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
                 message = f"{outcome.num_ended} requests"
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED, message=message)
             case _:
-                await context.abort(grpc.StatusCode.NOT_FOUND, "no cache comes from another engine here")
+                raise RequestNotFound("no cache comes from another engine here")
         tell_silent(context, outcome.silent)
         if not outcome.num_ended:
             if caller.key_of(request.request_id) in self._ended:
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ALREADY_FINISHED)
             num = len(outcome.silent)
             where = f"; {num} gateway{'s' * (num > 1)} did not answer" if num else ""
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no such request is in flight{where}")
+            raise RequestNotFound(f"no such request is in flight{where}")
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
 
     async def LoadLora(self, request: oe.LoadLoraRequest, context: Context) -> oe.LoadLoraResponse:
         """Not offered."""
-        await _refuse(context, "LoadLora")
-        return oe.LoadLoraResponse()
+        raise _without_adapters("LoadLora")
 
     async def UnloadLora(self, request: oe.UnloadLoraRequest, context: Context) -> oe.UnloadLoraResponse:
         """Not offered."""
-        await _refuse(context, "UnloadLora")
-        return oe.UnloadLoraResponse()
+        raise _without_adapters("UnloadLora")
 
     async def ListLoras(self, request: oe.ListLorasRequest, context: Context) -> oe.ListLorasResponse:
         """Not offered."""
-        await _refuse(context, "ListLoras")
-        return oe.ListLorasResponse()
+        raise _without_adapters("ListLoras")
 
     async def GetKvEventSources(
         self, request: oe.GetKvEventSourcesRequest, context: Context
@@ -284,6 +281,6 @@ def _probe_of(card: ModelCard) -> pb.GenerateRequest:
     )
 
 
-async def _refuse(context: Context, method: str) -> None:
-    """As the contract wants it of a server that has no adapters."""
-    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{method} is not offered here: there are no adapters")
+def _without_adapters(method: str) -> NotEnabled:
+    """As the contract wants it of a server that has none."""
+    return NotEnabled(f"{method} is not offered here: there are no adapters")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
@@ -25,7 +24,7 @@ from octavo.gateway.dialects.vllm.messages import (
     fill_logprobs,
 )
 from octavo.gateway.dialects.vllm.translate import check_loads, in_callers_names, translate, translate_embed
-from octavo.gateway.errors import NamesFields, RequestAborted
+from octavo.gateway.errors import NamesFields, NotOffered, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
@@ -263,11 +262,11 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
         """Not offered."""
-        await _refuse(context, "StartProfile")
+        raise NotOffered("StartProfile is not offered here")
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
         """Not offered."""
-        await _refuse(context, "StopProfile")
+        raise NotOffered("StopProfile is not offered here")
 
     def _card(self) -> ModelCard:
         """Of the model that is meant: the dialect has no field for its name."""
@@ -280,8 +279,3 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             return list(workers)
         name = self._card().name
         return [worker for worker in workers if worker.card.name == name]
-
-
-async def _refuse(context: Context, method: str) -> None:
-    """Answer as a server without the method."""
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")

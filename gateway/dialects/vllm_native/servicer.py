@@ -5,8 +5,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
 from octavo.gateway.dialects.unserved import check_request_ids, tell_silent
 from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model_info, reason_of, server_info
 from octavo.gateway.dialects.vllm_native.translate import (
@@ -16,7 +14,7 @@ from octavo.gateway.dialects.vllm_native.translate import (
     in_callers_names,
     translate,
 )
-from octavo.gateway.errors import NamesFields, RequestAborted
+from octavo.gateway.errors import NamesFields, NotEnabled, NotOffered, RequestAborted, RequestError
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
@@ -27,15 +25,14 @@ from octavo.gateway.streams.stream import OutputStreams
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc
 
-_C = grpc.StatusCode
-# What is not here, and how vLLM refuses it: a server that was started without these answers FAILED_PRECONDITION; every
-# one can pause and has a version of its weights.
-_NOT_OFFERED = {
-    **dict.fromkeys(("LoadLora", "UnloadLora", "ListLoras", "Sleep", "WakeUp"), _C.FAILED_PRECONDITION),
-    **dict.fromkeys(("InitWeightTransferEngine", "StartWeightUpdate", "UpdateWeights"), _C.FAILED_PRECONDITION),
-    **dict.fromkeys(("StartDraftWeightUpdate", "FinishWeightUpdate"), _C.FAILED_PRECONDITION),
-    **dict.fromkeys(("PauseGeneration", "ResumeGeneration"), _C.UNIMPLEMENTED),
-    **dict.fromkeys(("UpdateWeightVersion", "GetWeightVersion"), _C.UNIMPLEMENTED),
+# What is not here, and how vLLM refuses it: a server can be started without the former; every one can pause and has a
+# version of its weights.
+_NOT_OFFERED: dict[str, type[RequestError]] = {
+    **dict.fromkeys(("LoadLora", "UnloadLora", "ListLoras", "Sleep", "WakeUp"), NotEnabled),
+    **dict.fromkeys(("InitWeightTransferEngine", "StartWeightUpdate", "UpdateWeights"), NotEnabled),
+    **dict.fromkeys(("StartDraftWeightUpdate", "FinishWeightUpdate"), NotEnabled),
+    **dict.fromkeys(("PauseGeneration", "ResumeGeneration"), NotOffered),
+    **dict.fromkeys(("UpdateWeightVersion", "GetWeightVersion"), NotOffered),
 }
 
 
@@ -117,8 +114,8 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
     def __init__(self, collaborators: Collaborators, *, control: Control) -> None:
         self._models, self._pool = collaborators.models, collaborators.pool
         self._control = control
-        for method, code in _NOT_OFFERED.items():
-            setattr(self, method, _refusing(method, code))
+        for method, kind in _NOT_OFFERED.items():
+            setattr(self, method, _refusing(method, kind))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.ServerInfo:
         """All workers behind this gateway as one rank."""
@@ -162,8 +159,8 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
         return vllm.IsSleepingResponse(sleeping=False)
 
 
-def _refusing(method: str, code: grpc.StatusCode) -> Any:
+def _refusing(method: str, kind: type[RequestError]) -> Any:
     async def refuse(request: Any, context: Context) -> None:
-        await context.abort(code, f"{method} is not offered here")
+        raise kind(f"{method} is not offered here")
 
     return refuse

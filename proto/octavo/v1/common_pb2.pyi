@@ -79,6 +79,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_SCALE_REFUSED: _ErrorReason.ValueType  # 24
     """The number of a model's workers cannot be changed here, or not to that."""
+    ERROR_REASON_NOT_OFFERED: _ErrorReason.ValueType  # 25
+    """The method is one of another contract's that is not here; the code is the one of a server without it."""
+    ERROR_REASON_REQUEST_NOT_FOUND: _ErrorReason.ValueType  # 26
+    """No request of that id is in flight."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -139,6 +143,10 @@ with WORKER_LOST, which may be tried again.
 """
 ERROR_REASON_SCALE_REFUSED: ErrorReason.ValueType  # 24
 """The number of a model's workers cannot be changed here, or not to that."""
+ERROR_REASON_NOT_OFFERED: ErrorReason.ValueType  # 25
+"""The method is one of another contract's that is not here; the code is the one of a server without it."""
+ERROR_REASON_REQUEST_NOT_FOUND: ErrorReason.ValueType  # 26
+"""No request of that id is in flight."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -192,9 +192,9 @@ async def test_a_model_has_to_be_named_and_known(serve: Any) -> None:
 async def test_adapters_are_not_offered(serve: Any, method: str) -> None:
     ask = {"LoadLora": oe.LoadLoraRequest, "UnloadLora": oe.UnloadLoraRequest, "ListLoras": oe.ListLorasRequest}
     async with serve() as served:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await getattr(control(served), method)(ask[method]())
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION  # as the contract has it without adapters
+        refusal = await refused(getattr(control(served), method)(ask[method]()))
+    assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION  # as the contract has it without adapters
+    assert (refusal.reason, refusal.tokens_delivered) == ("NOT_OFFERED", 0)
 
 
 # ---------------------------------------------------------------- health
@@ -311,6 +311,6 @@ async def test_what_a_method_refuses_itself_is_counted_by_its_code(serve: Any) -
         await refused(control(served).ListLoras(oe.ListLorasRequest()))
         counted = {name: count for name, count in served.gateway.meters.rpcs.items() if "Control" in name[0]}
     assert counted == {
-        ("/openengine.v1.Control/Abort", "NOT_FOUND", ""): 1,
-        ("/openengine.v1.Control/ListLoras", "FAILED_PRECONDITION", ""): 1,
+        ("/openengine.v1.Control/Abort", "NOT_FOUND", "REQUEST_NOT_FOUND"): 1,
+        ("/openengine.v1.Control/ListLoras", "FAILED_PRECONDITION", "NOT_OFFERED"): 1,
     }

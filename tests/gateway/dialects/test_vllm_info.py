@@ -147,8 +147,9 @@ async def test_what_is_not_offered_is_unimplemented(serve: Any, vllm_stub: Stub)
             "StartProfile": stub.StartProfile(common.StartProfileRequest()),
             "StopProfile": stub.StopProfile(common.StopProfileRequest()),
         }
-        codes = {name: (await refused(call)).code for name, call in calls.items()}
-    assert codes == dict.fromkeys(calls, grpc.StatusCode.UNIMPLEMENTED)
+        refusals = {name: await refused(call) for name, call in calls.items()}
+    assert {each.code for each in refusals.values()} == {grpc.StatusCode.UNIMPLEMENTED}
+    assert {each.reason for each in refusals.values()} == {"NOT_OFFERED"}
 
 
 @pytest.mark.parametrize(("rank", "is_there"), [(None, True), (0, True), (1, False), (-1, False)])

@@ -145,8 +145,11 @@ async def test_dialects_abort_and_load_reach_the_other_host_and_tell_who_is_unre
             assert (await call).status == oe.ABORT_STATUS_ABORTED
             assert silent in tuple(await call.trailing_metadata())
             assert (await ended).reason == "ABORTED"
-        refusal = await refused(openengine.Abort(oe.AbortRequest(request_id="r")))
+        call = openengine.Abort(oe.AbortRequest(request_id="r"))
+        refusal = await refused(call)
         assert refusal.message == "no such request is in flight; 1 gateway did not answer"
+        assert refusal.reason == "REQUEST_NOT_FOUND"
+        assert silent in tuple(await call.trailing_metadata())
         if smg is not None:
             engine = smg.vllm_engine_pb2_grpc.VllmEngineStub(one.channel)
             messages = smg.vllm_engine_pb2
