@@ -44,10 +44,11 @@ class RpcStatus:
     trailers: Metadata
 
 
-def public_message(error: Exception, row: ErrorRow) -> str:
-    """The error's own words where it is ours, without file paths and socket names; a constant for everything else."""
+def public_message(error: Exception, row: ErrorRow, request_id: str) -> str:
+    """The error's own words where it is ours, without file paths and socket names; a constant for everything else.
+    request_id: empty where the caller is told none."""
     if row is INTERNAL:
-        return "internal error; the server's log has it under this request id"
+        return "internal error; the server's log has it" + " under this request id" * bool(request_id)
     return _fitting(_PATH.sub("<path>", str(error)), _MAX_MESSAGE)
 
 
@@ -60,7 +61,7 @@ def status_of(error: Exception, scope: AnsweredRpc, *, pushback_ms: int) -> RpcS
     """The status of an RPC that ends with this exception."""
     row = row_of(error)
     pushback_ms = getattr(error, "retry_after_ms", None) or pushback_ms
-    text = public_message(error, row)
+    text = public_message(error, row, scope.request_id)
     trailers: list[tuple[str, str | bytes]] = [
         (REASON_TRAILER, row.reason),
         (REQUEST_ID_TRAILER, scope.request_id),

@@ -33,12 +33,12 @@ _CODES = {
 }
 
 
-def engine_error(error: Exception) -> oe.EngineError:
-    """What ended a request that had been accepted."""
+def engine_error(error: Exception, request_id: str = "") -> oe.EngineError:
+    """What ended a request, or a subscription, that had been accepted."""
     row = row_of(error)
     return oe.EngineError(
         code=_CODES.get(row.reason, oe.ERROR_CODE_INTERNAL),
-        message=public_message(error, row),
+        message=public_message(error, row, request_id),
         retryable=row.retry is Retry.LATER,
     )
 
@@ -93,7 +93,7 @@ class Events:
 
     def error(self, error: Exception) -> oe.GenerateResponse:
         """The end of all outputs that are still open."""
-        response = self._response(error=engine_error(error))
+        response = self._response(error=engine_error(error, self._tracked.request_id))
         response.usage.CopyFrom(self.usage())
         return response
 

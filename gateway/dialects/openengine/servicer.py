@@ -5,6 +5,8 @@ import asyncio
 import contextlib
 import time
 
+import structlog
+
 from octavo.gateway.auth.authenticator import Scope
 from octavo.gateway.dialects.openengine import RELEASE, REVISION, info
 from octavo.gateway.dialects.openengine.messages import Events, engine_error, kv_batch, worst
@@ -35,6 +37,7 @@ from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import current_rpc
+from octavo.gateway.rpc.status import is_expected
 from octavo.gateway.streams.stream import OutputStreams
 from octavo.gateway.workers.errors import FeedCut, FeedEnded
 from octavo.openengine import openengine_pb2 as oe
@@ -43,6 +46,7 @@ from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
 
+log = structlog.get_logger("gateway.request")
 PROBE_TIMEOUT_S = 10.0
 MAX_ENDED = 4096  # requests that are remembered
 
@@ -202,6 +206,8 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
             check.message = f"no token within {PROBE_TIMEOUT_S:g} s"
         except Exception as error:
             check.message = engine_error(error).message
+            if not is_expected(error):
+                log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
         return check
 
     async def Abort(self, request: oe.AbortRequest, context: Context) -> oe.AbortResponse:

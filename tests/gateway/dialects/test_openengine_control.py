@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from google.protobuf import descriptor_pb2
 
 from octavo.openengine import openengine_pb2 as oe
@@ -217,6 +218,15 @@ async def test_health_is_the_worst_of_its_checks(serve: Any) -> None:
     assert prefill.state == other.state == lost.state == oe.HEALTH_STATE_NOT_READY
     assert lost.checks[-1].message
     assert draining.state == oe.HEALTH_STATE_DRAINING
+
+
+async def test_a_defect_that_a_probe_meets_is_in_the_log(serve: Any) -> None:
+    async with serve(FakePool(refuse=[ZeroDivisionError("secret")])) as served:
+        with structlog.testing.capture_logs() as lines:
+            health = await control(served).Health(oe.HealthRequest(include_inference_probe=True))
+    assert health.checks[-1].message == "internal error; the server's log has it"
+    (line,) = [each for each in lines if each["event"] == "defect"]
+    assert isinstance(line["exc_info"], ZeroDivisionError)
 
 
 async def test_a_probe_asks_the_model_for_one_token(serve: Any) -> None:
