@@ -58,15 +58,15 @@ def bytes_of(token: inference_pb2.TokenLogprob) -> bytes:
 
 class TextOffsets:
     """Where the tokens of a text begin in it, in characters, asked in their order: a character is there once its last
-    byte is, and bytes that are none are U+FFFD."""
+    byte is, and bytes that are none are U+FFFD. Special tokens that are left out of the text are as long as nothing."""
 
     def __init__(self) -> None:
         self._num_characters = 0
         self._unfinished = b""
 
-    def next(self, token: inference_pb2.TokenLogprob) -> int:
-        """Of this token; where it goes on within a character, of that."""
-        raw, start = bytes_of(token), self._num_characters
+    def next(self, token: inference_pb2.TokenLogprob, *, has_special: bool = False) -> int:
+        """Of this token; where it goes on within a character, of that. has_special: special tokens are in the text."""
+        raw, start = b"" if token.is_special and not has_special else bytes_of(token), self._num_characters
         if self._unfinished and not _goes_on(self._unfinished, raw[:1]):
             start += 1  # behind the U+FFFD of what was unfinished
         data = self._unfinished + raw
@@ -89,13 +89,15 @@ def _goes_on(unfinished: bytes, byte: bytes) -> bool:
     return True
 
 
-def completion_logprobs(positions: Sequence[inference_pb2.TokenLogprobs], offsets: TextOffsets) -> dict[str, Any]:
-    """Of completions: parallel lists. offsets: of the text so far."""
+def completion_logprobs(
+    positions: Sequence[inference_pb2.TokenLogprobs], offsets: TextOffsets, *, has_special: bool = False
+) -> dict[str, Any]:
+    """Of completions: parallel lists. offsets: of the text so far. has_special: special tokens are in the text."""
     return {
         "tokens": [position.chosen.text for position in positions],
         "token_logprobs": [position.chosen.logprob for position in positions],
         "top_logprobs": [_by_text(position.top) for position in positions],
-        "text_offset": [offsets.next(position.chosen) for position in positions],
+        "text_offset": [offsets.next(position.chosen, has_special=has_special) for position in positions],
     }
 
 

@@ -132,23 +132,36 @@ class _Front:
             ]
         streams = [self.service.stream(each, metadata) for each in wanted]
         has_logprobs = body.logprobs is not None
-        echoed = partial(self._echoed, metadata=metadata) if body.echo and has_logprobs else None
+        has_special = body.skip_special_tokens is False
+        echoed = None
+        if body.echo and has_logprobs:
+            in_prompt = has_special or "text" in given[0]  # a text is echoed as it came
+            echoed = partial(self._echoed, metadata=metadata, has_special=in_prompt)
         if body.stream:
             chunks = completion_chunks(
-                heading, streams, has_logprobs=has_logprobs, has_usage=_has_usage(body), echoed=echoed
+                heading,
+                streams,
+                has_logprobs=has_logprobs,
+                has_special=has_special,
+                has_usage=_has_usage(body),
+                echoed=echoed,
             )
             return await _streamed(request, heading, chunks, streams)
         outputs = await _unless_gone(request, collect_all(streams))
         prompts = await gather_all(map(echoed, streams)) if echoed else [None] * len(streams)
         answered = heading.answered_by(streams[0])
-        return _whole(whole_completion(answered, outputs, prompts, has_logprobs=has_logprobs))
+        whole = whole_completion(answered, outputs, prompts, has_logprobs=has_logprobs, has_special=has_special)
+        return _whole(whole)
 
-    async def _echoed(self, stream: AsyncTextStream, metadata: Metadata) -> EchoedPrompt:
+    async def _echoed(self, stream: AsyncTextStream, metadata: Metadata, *, has_special: bool) -> EchoedPrompt:
         """Once all of the prompt's log-probabilities are there. Raises OctavoError."""
         assert stream.started is not None
-        alone = await self.service.token_text(stream.started.prompt_token_ids[0], stream.started.model, metadata)
+        ids, model = stream.started.prompt_token_ids[:1], stream.started.model
+        alone = await self.service.text_of(ids, model, metadata)
         first = first_token(alone, stream.outputs[0].text, stream.prompt_logprobs)
-        return EchoedPrompt(first=first, positions=stream.prompt_logprobs)
+        if not has_special:
+            first.is_special = not await self.service.text_of(ids, model, metadata, skip_special_tokens=True)
+        return EchoedPrompt(first=first, positions=stream.prompt_logprobs, has_special=has_special)
 
     async def embeddings(self, request: Request) -> Response:
         """Texts become vectors."""

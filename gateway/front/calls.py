@@ -56,9 +56,13 @@ class Service:
             raise error_from(error) from None
         return list(answer.models)
 
-    async def token_text(self, token_id: int, model: str, metadata: Metadata) -> str:
-        """Where it decodes alone. Raises OctavoError."""
-        request = inference_pb2.DetokenizeRequest(model=model, token_ids=[token_id], skip_special_tokens=False)
+    async def text_of(
+        self, token_ids: Sequence[int], model: str, metadata: Metadata, *, skip_special_tokens: bool = False
+    ) -> str:
+        """Where they decode alone. Raises OctavoError."""
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
         stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
         try:
             answer: inference_pb2.DetokenizeResponse = await stub.Detokenize(request, metadata=metadata, timeout=10.0)

@@ -20,16 +20,17 @@ QUEUE_SIZE = 64  # chunks that wait for a slow reader, after which the streams w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EchoedPrompt:
     """A prompt that the answer begins with, with its log-probabilities. first: its first token, which nothing
-    predicted; positions: of the others."""
+    predicted; positions: of the others. has_special: its text has its special tokens."""
 
     first: inference_pb2.TokenLogprob
     positions: Sequence[inference_pb2.TokenLogprobs]
+    has_special: bool = False
 
     def logprobs(self, offsets: TextOffsets) -> dict[str, Any]:
         """As an answer has them. offsets: of its text, which begins."""
-        start = offsets.next(self.first)
+        start = offsets.next(self.first, has_special=self.has_special)
         head = {"tokens": [self.first.text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [start]}
-        whole = _joined(head, completion_logprobs(self.positions, offsets))
+        whole = _joined(head, completion_logprobs(self.positions, offsets, has_special=self.has_special))
         offsets.end_text()
         return whole
 
@@ -77,14 +78,16 @@ def whole_completion(
     prompts: Sequence[EchoedPrompt | None],
     *,
     has_logprobs: bool,
+    has_special: bool,
 ) -> dict[str, Any]:
-    """The answer in one object. prompts: of the requests, where log-probabilities begin with them."""
+    """The answer in one object. prompts: of the requests, where log-probabilities begin with them. has_special: outputs
+    have their special tokens."""
     outputs = [(prompt, output) for prompt, outputs in zip(prompts, requests, strict=True) for output in outputs]
     choices = [
         {
             "index": index,
             "text": output.text,
-            "logprobs": _logprobs(prompt, output) if has_logprobs else None,
+            "logprobs": _logprobs(prompt, output, has_special=has_special) if has_logprobs else None,
             "finish_reason": reason_of(output),
         }
         for index, (prompt, output) in enumerate(outputs)
@@ -92,11 +95,12 @@ def whole_completion(
     return heading.of("text_completion", choices=choices, usage=usage_of(requests))
 
 
-def _logprobs(prompt: EchoedPrompt | None, output: OutputSoFar) -> dict[str, Any]:
+def _logprobs(prompt: EchoedPrompt | None, output: OutputSoFar, *, has_special: bool) -> dict[str, Any]:
     offsets = TextOffsets()
     if prompt is None:
-        return completion_logprobs(output.logprobs, offsets)
-    return _joined(prompt.logprobs(offsets), completion_logprobs(output.logprobs, offsets))
+        return completion_logprobs(output.logprobs, offsets, has_special=has_special)
+    head = prompt.logprobs(offsets)
+    return _joined(head, completion_logprobs(output.logprobs, offsets, has_special=has_special))
 
 
 async def completion_chunks(
@@ -104,16 +108,18 @@ async def completion_chunks(
     streams: Sequence[AsyncTextStream],
     *,
     has_logprobs: bool,
+    has_special: bool,
     has_usage: bool,
     echoed: Echoed | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Chunks of all prompts as they come. echoed: of a stream whose prompt's log-probabilities are all there; they come
-    first, for each output, in a chunk without text."""
+    """Chunks of all prompts as they come. has_special: outputs have their special tokens. echoed: of a stream whose
+    prompt's log-probabilities are all there; they come first, for each output, in a chunk without text."""
     num_outputs = len(streams[0].outputs) if streams else 0
     usage = {"usage": None} if has_usage else {}
 
     async def chunks_of(stream: AsyncTextStream, first_index: int) -> AsyncGenerator[dict[str, Any], None]:
-        async for choice in _choices_of(stream, has_logprobs=has_logprobs, echoed=echoed):
+        choices = _choices_of(stream, has_logprobs=has_logprobs, has_special=has_special, echoed=echoed)
+        async for choice in choices:
             choice["index"] += first_index
             yield heading.answered_by(stream).of("text_completion", choices=[choice], **usage)
 
@@ -126,7 +132,7 @@ async def completion_chunks(
 
 
 async def _choices_of(
-    stream: AsyncTextStream, *, has_logprobs: bool, echoed: Echoed | None
+    stream: AsyncTextStream, *, has_logprobs: bool, has_special: bool, echoed: Echoed | None
 ) -> AsyncIterator[dict[str, Any]]:
     """Of one prompt as they come, by the index of the output. What comes before the prompt's log-probabilities waits
     for them."""
@@ -142,8 +148,9 @@ async def _choices_of(
             for index, each_offsets in enumerate(offsets):
                 yield _choice(index, "", prompt.logprobs(each_offsets))
         for delta in held:
-            index, has_scores = delta.output_index, has_logprobs and delta.logprobs
-            logprobs = completion_logprobs(delta.logprobs, offsets[index]) if has_scores else None
+            index, logprobs = delta.output_index, None
+            if has_logprobs and delta.logprobs:
+                logprobs = completion_logprobs(delta.logprobs, offsets[index], has_special=has_special)
             yield _choice(index, delta.text, logprobs)
         held.clear()
     for index, output in enumerate(stream.outputs):

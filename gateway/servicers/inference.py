@@ -1,7 +1,7 @@
 """InferenceService: Generate and its unary form, Embed, Tokenize, Detokenize, Cancel; and their messages."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -17,6 +17,7 @@ from octavo.gateway.rpc.status import REQUEST_ID_TRAILER
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.text.model_text import Bounds
+from octavo.gateway.text.pieces import ByteTable
 from octavo.gateway.text.tool_calls import CallPiece
 from octavo.gateway.validation.fields import check
 from octavo.gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
@@ -24,7 +25,6 @@ from octavo.v1 import common_pb2, inference_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Finished, ModelCard, TokenLogprobs, WireFinishReason, seed_of_output
 
-BytesById = Sequence[bytes]
 _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
 
 
@@ -102,11 +102,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         response.finished.CopyFrom(finished_event(tracked))
         return response
 
-    def _logprob_table(self, tracked: TrackedRequest) -> tuple[bytes, ...] | None:
+    def _logprob_table(self, tracked: TrackedRequest) -> ByteTable | None:
         has_none = tracked.sampling.num_logprobs is None and tracked.sampling.num_prompt_logprobs is None
         if has_none or not tracked.stream.processor.gives_text:
             return None
-        return self._models.text_of(tracked.card).table.all_bytes
+        return self._models.text_of(tracked.card).table
 
     def _count_finished(self, tracked: TrackedRequest, index: int) -> None:
         reason = pb.FinishReason.Name(reason_of(tracked.streams[index])).removeprefix("FINISH_REASON_").lower()
@@ -209,8 +209,8 @@ def started_event(tracked: TrackedRequest) -> pb.GenerateResponse:
     return pb.GenerateResponse(started=started)
 
 
-def delta_event(piece: Piece, bytes_by_id: BytesById | None, index: int = 0) -> pb.GenerateResponse:
-    """bytes_by_id: for the texts of log-probabilities; None where the caller wants no text. index: of the output."""
+def delta_event(piece: Piece, table: ByteTable | None, index: int = 0) -> pb.GenerateResponse:
+    """table: for the texts of log-probabilities; None where the caller wants no text. index: of the output."""
     response = pb.GenerateResponse()
     delta = response.delta
     delta.text = piece.text
@@ -219,9 +219,9 @@ def delta_event(piece: Piece, bytes_by_id: BytesById | None, index: int = 0) -> 
     if piece.tool_calls:
         delta.tool_calls.extend(map(_call_delta, piece.tool_calls))
     if piece.logprobs:
-        delta.logprobs.extend([position_logprobs(*position, bytes_by_id) for position in piece.logprobs])
+        delta.logprobs.extend([position_logprobs(*position, table) for position in piece.logprobs])
     if piece.prompt_logprobs:
-        delta.prompt_logprobs.extend([position_logprobs(*each, bytes_by_id) for each in piece.prompt_logprobs])
+        delta.prompt_logprobs.extend([position_logprobs(*each, table) for each in piece.prompt_logprobs])
     if index:
         delta.output_index = index
     return response
@@ -250,19 +250,19 @@ def whole_calls(pieces: Iterable[CallPiece]) -> list[pb.ToolCall]:
     return list(calls.values())
 
 
-def position_logprobs(token_id: int, position: TokenLogprobs, bytes_by_id: BytesById | None) -> pb.TokenLogprobs:
+def position_logprobs(token_id: int, position: TokenLogprobs, table: ByteTable | None) -> pb.TokenLogprobs:
     """One position: the chosen token and the most probable ones."""
     top = zip(position.top_ids, position.top_logprobs, strict=True)
     return pb.TokenLogprobs(
-        chosen=_token_logprob(token_id, position.logprob, bytes_by_id),
-        top=[_token_logprob(top_id, logprob, bytes_by_id) for top_id, logprob in top],
+        chosen=_token_logprob(token_id, position.logprob, table),
+        top=[_token_logprob(top_id, logprob, table) for top_id, logprob in top],
     )
 
 
-def _token_logprob(token_id: int, logprob: float, bytes_by_id: BytesById | None) -> pb.TokenLogprob:
-    raw = bytes_by_id[token_id] if bytes_by_id is not None and token_id < len(bytes_by_id) else b""
+def _token_logprob(token_id: int, logprob: float, table: ByteTable | None) -> pb.TokenLogprob:
+    raw, is_special = table.row(token_id) if table is not None else (b"", False)
     try:
-        return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=raw.decode())
+        return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=raw.decode(), is_special=is_special)
     except UnicodeDecodeError:  # a part of a character
         return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=raw.decode("utf-8", "replace"), raw=raw)
 
@@ -342,13 +342,13 @@ class Collected:
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     calls: list[CallPiece] = field(default_factory=list)
 
-    def add(self, piece: Piece, bytes_by_id: BytesById | None) -> None:
-        """The next piece. bytes_by_id: for the texts of log-probabilities; None where the caller wants no text."""
+    def add(self, piece: Piece, table: ByteTable | None) -> None:
+        """The next piece. table: for the texts of log-probabilities; None where the caller wants no text."""
         self.texts.append(piece.text)
         self.token_ids += piece.token_ids
         self.calls += piece.tool_calls
-        self.logprobs += [position_logprobs(*position, bytes_by_id) for position in piece.logprobs]
-        self.prompt_logprobs += [position_logprobs(*position, bytes_by_id) for position in piece.prompt_logprobs]
+        self.logprobs += [position_logprobs(*position, table) for position in piece.logprobs]
+        self.prompt_logprobs += [position_logprobs(*position, table) for position in piece.prompt_logprobs]
 
     def fill(self, target: pb.CompleteResponse | pb.FurtherOutput) -> None:
         """Write the output into the answer."""
@@ -364,12 +364,12 @@ class Collected:
         return output
 
 
-async def collect(tracked: TrackedRequest, bytes_by_id: BytesById | None) -> list[Collected]:
+async def collect(tracked: TrackedRequest, table: ByteTable | None) -> list[Collected]:
     """All outputs, once the last has ended. Raises the RequestError that ended one of them."""
     source, wholes = OutputStreams(tracked.streams), [Collected() for _ in tracked.streams]
     while (news := await source.next()) is not None:
         index, piece = news
         if piece is not None:
-            wholes[index].add(piece, bytes_by_id)
+            wholes[index].add(piece, table)
             tracked.count_piece(piece, time.monotonic())
     return wholes

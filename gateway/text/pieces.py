@@ -84,6 +84,13 @@ class ByteTable:
         visible = tuple(b"" if index in special_ids else row for index, row in enumerate(rows))
         return cls(tuple(rows), visible)
 
+    def row(self, token_id: int) -> tuple[bytes, bool]:
+        """The token's bytes, and whether it is a special token; of an id without a token none."""
+        if token_id >= len(self.all_bytes):
+            return b"", False
+        row = self.all_bytes[token_id]
+        return row, bool(row) and not self.visible_bytes[token_id]
+
 
 def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
     """The content of tokenizer.json. Raises UnsupportedTokenizer where a table of bytes would not decode exactly."""

@@ -1006,6 +1006,7 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     RAW_FIELD_NUMBER: _builtins.int
+    IS_SPECIAL_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     logprob: _builtins.float
@@ -1016,6 +1017,8 @@ class TokenLogprob(_message.Message):
     """Its bytes, where they alone are no UTF-8, so that those of several tokens can be put together; else unset: they are
     those of `text`.
     """
+    is_special: _builtins.bool
+    """Whether it is a special token, whose text is no part of the output's where special tokens are left out."""
     def __init__(
         self,
         *,
@@ -1023,10 +1026,11 @@ class TokenLogprob(_message.Message):
         logprob: _builtins.float = ...,
         text: _builtins.str = ...,
         raw: _builtins.bytes = ...,
+        is_special: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "raw", b"raw", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_special", b"is_special", "logprob", b"logprob", "raw", b"raw", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,148 @@
+"""The HTTP application in front of a gateway of this process, whose workers speak as told."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from octavo.gateway.front.app import make_app
+from octavo.gateway.text.model_text import ModelText
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.generating import ids_of
+
+ENDOFTEXT, IM_START, IM_END = 0, 1, 2  # special tokens of the small tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """headers: by their names in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream; the last one is [DONE]."""
+        data = [line[6:] for line in self.body.decode().splitlines() if line.startswith("data: ")]
+        return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """An application that runs."""
+
+    app: Starlette
+    pool: FakePool
+
+    async def ask(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
+        """One request, by a caller that stays until its end."""
+        given, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], list[Any]()
+
+        async def receive() -> Any:
+            return given.pop() if given else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": b"", "http_version": "1.1",
+            "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()],
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        head = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+        return Answer(sent[0]["status"], head, b"".join(each.get("body", b"") for each in sent[1:]))
+
+    async def completion(self, **body: Any) -> Any:
+        """An answer, whole; and that a stream says the same."""
+        answer = await self.ask("/v1/completions", body)
+        assert answer.status == 200, answer.body
+        whole = answer.json
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, used, done = (await self.ask("/v1/completions", body | options)).events
+        assert (done, used["choices"], used["usage"]) == ("[DONE]", [], whole["usage"])
+        for choice in whole["choices"]:
+            own = [each["choices"][0] for each in chunks if each["choices"][0]["index"] == choice["index"]]
+            assert "".join(each["text"] for each in own) == choice["text"]
+            assert [each["finish_reason"] for each in own if each["finish_reason"]] == [choice["finish_reason"]]
+            scores = [each["logprobs"] for each in own if each["logprobs"]]
+            for name, values in (choice["logprobs"] or {}).items():
+                assert [value for each in scores for value in each[name]] == values
+        return whole
+
+
+@pytest.fixture
+def front(serve: Any) -> Callable[..., Any]:
+    """`async with front(pool) as fronted`."""
+
+    @asynccontextmanager
+    async def fronting(pool: FakePool, **changes: Any) -> AsyncIterator[Front]:
+        async with serve(pool, **changes) as served:
+            app = make_app([served.gateway.listen_address], max_body_bytes=1 << 20)
+            async with app.router.lifespan_context(app):
+                yield Front(app, pool)
+
+    return fronting
+
+
+def scored(*ids: int, reason: WireFinishReason = WireFinishReason.LENGTH, stop: int | None = None) -> FakePool:
+    """A pool whose worker gives these tokens, with the log-probabilities that were asked for, then ends."""
+
+    def speak(run: FakeRun) -> None:
+        sampling, is_first = run.request.sampling, run.handle == run.request.handle
+        if sampling.num_prompt_logprobs is not None and is_first:
+            run.sink.on_prompt_logprobs([TokenLogprobs(-1.0, (70,), (-0.5,))] * (len(run.prompt_ids) - 1))  # type: ignore[attr-defined]
+        scores = None if sampling.num_logprobs is None else [TokenLogprobs(-0.5, (71,), (-0.5,))] * len(ids)
+        run.tokens(list(ids[: sampling.max_tokens]), scores)
+        run.finish(reason, stop_token_id=stop)
+
+    return FakePool(on_run=speak)
+
+
+def begins(choice: Any) -> list[tuple[str, str]]:
+    """Each token, and what of the text begins where it is said to begin."""
+    scores = choice["logprobs"]
+    places = zip(scores["tokens"], scores["text_offset"], strict=True)
+    return [(token, choice["text"][start : start + len(token)]) for token, start in places]
+
+
+# ---------------------------------------------------------------- where tokens begin
+
+
+@pytest.mark.parametrize("skip", [True, False, None])
+async def test_special_tokens_that_are_left_out_take_no_place_in_the_text(
+    front: Callable[..., Any], tiny_text: ModelText, skip: bool | None
+) -> None:
+    user, there = ids_of("user", tiny_text), ids_of("there", tiny_text)
+    prompt = [IM_START, *user, IM_END, *there]
+    special = {"<|im_start|>", "<|im_end|>", "<|endoftext|>"}
+    async with front(scored(*user, ENDOFTEXT, *there, IM_END, reason=WireFinishReason.STOP, stop=IM_END)) as fronted:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 40, "ignore_eos": True, "skip_special_tokens": skip}
+        answer = await fronted.completion(prompt=prompt, **fields)
+    (choice,) = answer["choices"]
+    is_shown = skip is False
+    assert choice["text"].startswith("<|im_start|>user<|im_end|>there" if is_shown else "userthere")
+    told = begins(choice)
+    assert {token for token, _ in told} >= special
+    last = told.pop()  # ended the output: its text is left out in any case
+    assert last == ("<|im_end|>", "")
+    assert [pair for pair in told if pair[0] != pair[1] and (is_shown or pair[0] not in special)] == []
+
+
+async def test_special_tokens_in_a_text_are_echoed_with_it(front: Callable[..., Any], tiny_text: ModelText) -> None:
+    async with front(scored(*ids_of("there", tiny_text))) as fronted:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 40, "n": 2}
+        answer = await fronted.completion(prompt="<|im_start|>user<|im_end|>", **fields)
+    for choice in answer["choices"]:
+        assert choice["text"] == "<|im_start|>user<|im_end|>there"
+        assert [pair for pair in begins(choice) if pair[0] != pair[1]] == []
