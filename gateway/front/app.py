@@ -130,7 +130,8 @@ class _Front:
             wanted = [
                 generate_request(**{**fields, "request_id": each}) for fields, each in zip(given, ids, strict=True)
             ]
-        streams = [self.service.stream(each, metadata) for each in wanted]
+        begin = self.service.prompt_alone if body.max_tokens == 0 else self.service.stream
+        streams = [begin(each, metadata) for each in wanted]
         has_logprobs = body.logprobs is not None
         has_special = body.skip_special_tokens is False
         echoed = None

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -11,7 +11,7 @@ import grpc
 
 from octavo.client.aio import AsyncTextStream
 from octavo.client.errors import OctavoError, error_from
-from octavo.client.events import OutputSoFar
+from octavo.client.events import AsyncStreamCall, OutputSoFar
 from octavo.client.options import open_aio_channel
 from octavo.gateway.front.errors import ApiError, word_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
@@ -31,6 +31,40 @@ def refusing(given: Collection[str]) -> Iterator[None]:
         raise ApiError(400, f"the request cannot be made: {param}: {why}", param=param) from None
 
 
+class _WithoutTokens:
+    """An AsyncStreamCall of a request for no tokens: the service makes one at least, which is left out."""
+
+    def __init__(
+        self, call: AsyncStreamCall, num_outputs: int, echo: Callable[[inference_pb2.Started], Awaitable[str]] | None
+    ) -> None:
+        """echo: the text of each output; None: nothing."""
+        self._call = call
+        self._num_outputs = num_outputs
+        self._echo = echo
+
+    def cancel(self) -> bool:
+        """As of any call."""
+        return self._call.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        started = None
+        async for response in self._call:
+            if response.HasField("started"):
+                started = response.started
+                yield response
+                continue
+            if started is not None and self._echo is not None:  # when the first token is there, as other outputs begin
+                text, started = await self._echo(started), None
+                for index in range(self._num_outputs):
+                    yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(output_index=index, text=text))
+            if response.HasField("finished"):
+                response.finished.reason = inference_pb2.FINISH_REASON_LENGTH
+                response.finished.usage.completion_tokens = 0
+                yield response
+            elif scores := response.delta.prompt_logprobs:
+                yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(prompt_logprobs=scores))
+
+
 class Service:
     """Channels to every gateway, taken in turns. Make and close it on one event loop."""
 
@@ -46,6 +80,23 @@ class Service:
         """A request that begins."""
         call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
         return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
+
+    def prompt_alone(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncTextStream:
+        """A request for no tokens that begins: its outputs have the prompt, where they echo it, and nothing else."""
+        output, is_text = request.output, request.HasField("text")
+        has_echo, output.echo, output.return_prompt, request.stop.max_tokens = output.echo, False, True, 1
+        is_visible = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+
+        async def echo(started: inference_pb2.Started) -> str:
+            if is_text:
+                return started.prompt_text
+            ids, model = started.prompt_token_ids, started.model
+            return await self.text_of(ids, model, metadata, skip_special_tokens=is_visible)
+
+        call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
+        num_outputs = request.num_outputs or 1
+        alone = _WithoutTokens(call, num_outputs, echo if has_echo else None)
+        return AsyncTextStream(alone, num_outputs=num_outputs)
 
     async def models(self, metadata: Metadata) -> list[model_pb2.ModelInfo]:
         """What is served. Raises OctavoError."""

@@ -174,6 +174,8 @@ class CompletionBody(GenerateBody):
         """Of one request for each prompt. Raises ApiError."""
         if self.best_of not in (None, self.n or 1):
             raise _refused("best_of", "other than n is not supported")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise _refused("min_tokens", f"{self.min_tokens} is above the 0 that may come")
         fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | self.request_fields()
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs

@@ -146,3 +146,42 @@ async def test_special_tokens_in_a_text_are_echoed_with_it(front: Callable[..., 
     for choice in answer["choices"]:
         assert choice["text"] == "<|im_start|>user<|im_end|>there"
         assert [pair for pair in begins(choice) if pair[0] != pair[1]] == []
+
+
+# ---------------------------------------------------------------- the prompt alone
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Once upon a time", [5, 6, 7], [5], ["Hello", "world, how"], [IM_START, 70, 71], [IM_START]]
+)
+async def test_no_tokens_are_the_prompt_alone(front: Callable[..., Any], tiny_text: ModelText, prompt: Any) -> None:
+    """By which texts are scored."""
+    async with front(scored(IM_END, reason=WireFinishReason.STOP, stop=IM_END)) as fronted:
+        fields = {"prompt": prompt, "echo": True, "logprobs": 1, "n": 2}
+        alone = await fronted.completion(max_tokens=0, **fields)
+        with_one = await fronted.completion(max_tokens=1, **fields)
+    assert alone["usage"]["completion_tokens"] == 0
+    assert alone["usage"]["total_tokens"] == alone["usage"]["prompt_tokens"] == with_one["usage"]["prompt_tokens"]
+    assert len(alone["choices"]) == len(with_one["choices"])
+    for choice, longer in zip(alone["choices"], with_one["choices"], strict=True):
+        assert choice["finish_reason"] == "length"
+        assert choice["text"] == longer["text"]  # the end token has no text
+        assert choice["text"] or prompt == [IM_START]
+        assert choice["logprobs"] == {name: values[:-1] for name, values in longer["logprobs"].items()}
+
+
+async def test_no_tokens_without_echo_are_nothing(front: Callable[..., Any], tiny_text: ModelText) -> None:
+    async with front(scored(*ids_of("there", tiny_text))) as fronted:
+        scores = await fronted.completion(prompt="Hello", max_tokens=0, logprobs=2)
+        echoed = await fronted.completion(prompt="Hello", max_tokens=0, echo=True)
+        refused = await fronted.ask("/v1/completions", {"prompt": "a", "max_tokens": 0, "min_tokens": 1})
+        of_service = await fronted.ask("/v1/completions", {"prompt": "a", "max_tokens": 0, "temperature": -1})
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}
+        of_chat = await fronted.ask("/v1/chat/completions", chat)
+    assert [(each["choices"][0]["text"]) for each in (scores, echoed)] == ["", "Hello"]
+    assert scores["choices"][0]["logprobs"] == {
+        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+    }  # fmt: skip
+    assert echoed["choices"][0]["logprobs"] is None
+    told = [(each.status, each.json["error"]["param"]) for each in (refused, of_service, of_chat)]
+    assert told == [(400, "min_tokens"), (400, "temperature"), (400, "max_tokens")]
