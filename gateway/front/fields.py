@@ -17,6 +17,7 @@ from octavo.v1 import inference_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 MAX_PROMPTS = 2048  # of one request, each of which is a request of its own to the service
+MAX_OUTPUTS = 128  # of a prompt; the service's limit, known here since outputs are gathered here
 _RENAMED = {"n": "num_outputs", "grammar": "ebnf", "guided_choice": "choice", "guided_regex": "regex"}
 _RENAMED |= {"guided_grammar": "ebnf", "guided_json": "json_schema", "include_stop_str_in_output": "include_stop"}
 
@@ -98,6 +99,8 @@ class GenerateBody(Body):
         fields |= self.model_extra or {}
         if fields.get("top_k") == -1:  # vLLM's "all"
             fields["top_k"] = 0
+        if self.n is not None and not 1 <= self.n <= MAX_OUTPUTS:
+            raise _refused("n", f"must be in [1, {MAX_OUTPUTS}], not {self.n}")
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.stream_options is not None and not self.stream:

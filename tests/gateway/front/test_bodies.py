@@ -14,7 +14,8 @@ from octavo.client.requests import generate_request
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.front.calls import refusing
 from octavo.gateway.front.errors import ApiError, api_error, param_of
-from octavo.gateway.front.fields import MAX_PROMPTS, ChatBody, CompletionBody, EmbeddingBody, parse
+from octavo.gateway.front.fields import MAX_OUTPUTS, MAX_PROMPTS, ChatBody, CompletionBody, EmbeddingBody, parse
+from octavo.gateway.validation import limits
 from octavo.gateway.validation.generate import check_generate
 from octavo.v1 import inference_pb2 as pb
 
@@ -196,6 +197,15 @@ def test_of_two_limits_both_hold() -> None:
 def test_there_are_so_many_prompts() -> None:
     assert len(requests_of("completions", json.dumps({"prompt": ["a"] * MAX_PROMPTS}).encode())) == MAX_PROMPTS
     assert refused("completions", prompt=["a"] * (MAX_PROMPTS + 1)) == "prompt"
+
+
+def test_outputs_that_no_service_makes_are_no_reason_to_take_memory() -> None:
+    """A place for each was made before the service refused them: minutes without an answer to anybody."""
+    assert MAX_OUTPUTS == limits.MAX_OUTPUTS
+    for n in (MAX_OUTPUTS + 1, 2**32 - 1, 0, -1):
+        assert refused("completions", prompt="hi", n=n) == "n"
+        with pytest.raises(ApiError, match=rf"n: must be in \[1, 128\], not {n}"):
+            parse(ChatBody, json.dumps({"messages": [USER], "n": n}).encode()).fields()
 
 
 @pytest.mark.parametrize(
