@@ -326,6 +326,8 @@ def _on_error(request: Request, error: Exception) -> Response:
     told = api_error(error, getattr(request.state, "given", ())) if isinstance(error, OctavoError) else error
     assert isinstance(told, ApiError)
     headers = {"retry-after": RETRY_AFTER_S} if told.status in (429, 503) else {}
+    if isinstance(error, OctavoError) and error.request_id:
+        headers["x-request-id"] = error.request_id
     return JSONResponse(told.body(), status_code=told.status, headers=headers)
 
 

@@ -116,6 +116,14 @@ def begins(choice: Any) -> list[tuple[str, str]]:
     return [(token, choice["text"][start : start + len(token)]) for token, start in places]
 
 
+async def test_an_error_tells_the_id_by_which_the_log_has_it(front: Callable[..., Any]) -> None:
+    async with front(FakePool(refuse=[ZeroDivisionError("secret")])) as fronted:
+        answer = await fronted.ask("/v1/completions", {"prompt": "Hello"})
+    assert (answer.status, answer.json["error"]["code"]) == (500, "internal")
+    assert answer.json["error"]["message"] == "internal error; the server's log has it under this request id"
+    assert answer.headers["x-request-id"].startswith("cmpl-")
+
+
 # ---------------------------------------------------------------- where tokens begin
 
 
