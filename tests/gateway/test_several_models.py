@@ -14,6 +14,7 @@ from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc as oip_grpc
 from octavo.v1 import common_pb2, inference_pb2_grpc, model_pb2
 from octavo.v1 import inference_pb2 as pb
+from tests.support.gateway import kserve_calls
 from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
 from tests.support.gateway.rpc_errors import refused
 
@@ -154,6 +155,17 @@ async def test_metadata_names_the_model_where_the_request_does_not(serve: Any) -
         assert (two.code, two.fields) == (C.INVALID_ARGUMENT, ("x-model",))
         assert (await refused(complete(plain, metadata=named("x" * 257)))).fields == ("x-model",)
         assert (await complete(both, metadata=(*named("one"), *named("one")))).model == "one"
+
+
+async def test_metadata_names_the_model_of_kserves_requests_in_a_stream_too(serve: Any) -> None:
+    asked, stream = kserve_calls.request(), kserve_calls.stream
+    asked.model_name = ""
+    async with serve(pool_of("one", "two")) as served:
+        whole = await kserve_calls.stub_of(served).ModelInfer(asked, metadata=named("two"))
+        (answer,) = await stream(served, asked, metadata=named("two"))
+        assert (answer.infer_response.model_name, answer.error_message) == (whole.model_name, "") == ("two", "")
+        (answer,) = await stream(served, asked)
+    assert "model_name: must be set, several are served: one, two" in answer.error_message
 
 
 async def test_vllms_callers_choose_between_models_by_metadata(serve: Any, vllm_stub: Callable[[Any], Any]) -> None:

@@ -80,7 +80,8 @@ class StreamOfRequests:
             raise group.exceptions[0] from None
 
     async def _answer_one(self, request: oip.ModelInferRequest, answer: Answer) -> None:
-        scope = RpcScope(method=self._scope.method, caller=self._scope.caller, peer=self._scope.peer)
+        whole = self._scope
+        scope = RpcScope(method=whole.method, caller=whole.caller, peer=whole.peer, model=whole.model)
         current_rpc.set(scope)
         try:
             await answer(request, scope, self._writer)
@@ -94,9 +95,10 @@ class StreamOfRequests:
     async def _tell(self, error: Exception, request: oip.ModelInferRequest, scope: RpcScope) -> None:
         status = status_of(error, scope, pushback_ms=0)
         if not is_expected(error):
-            log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+            log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error, **scope.log_fields)
         self._rpcs[(scope.method, status.code.name, status.reason)] += 1
-        log.info("request_failed", request_id=scope.request_id, code=status.code.name, reason=status.reason)
+        fields = {"code": status.code.name, "reason": status.reason} | scope.log_fields
+        log.info("request_failed", request_id=scope.request_id, **fields)
         await self._writer.write(failed(request, f"[{status.code.name}] {status.reason}: {status.message}"))
 
 

@@ -208,6 +208,16 @@ async def test_a_lost_worker_is_an_error_of_its_request(serve: Any) -> None:
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
 
 
+async def test_the_log_has_a_failed_request_of_a_stream_by_the_callers_id(serve: Any) -> None:
+    """Ours is told to nobody: callers of this contract have ids of their own."""
+    async with serve(FakePool(refuse=[ZeroDivisionError("secret")])) as served:
+        with structlog.testing.capture_logs() as lines:
+            (answer,) = await stream(served, request())
+    assert answer.error_message.endswith("internal error; the server's log has it under this request id")
+    told = {line["event"]: line["caller_id"] for line in lines if "caller_id" in line}
+    assert told == {"defect": "mine", "request_failed": "mine"}
+
+
 async def test_a_timeout_in_microseconds_ends_a_request(serve: Any) -> None:
     asked = request()
     asked.parameters["timeout"].int64_param = 200_000_000
