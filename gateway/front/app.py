@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import grpc
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -325,9 +326,12 @@ def _model(info: model_pb2.ModelInfo) -> dict[str, Any]:
 def _on_error(request: Request, error: Exception) -> Response:
     told = api_error(error, getattr(request.state, "given", ())) if isinstance(error, OctavoError) else error
     assert isinstance(told, ApiError)
-    headers = {"retry-after": RETRY_AFTER_S} if told.status in (429, 503) else {}
-    if isinstance(error, OctavoError) and error.request_id:
-        headers["x-request-id"] = error.request_id
+    headers: dict[str, str] = {}
+    if isinstance(error, OctavoError):
+        # OpenAI's clients repeat what failed with 409, 429 and 5xx unless this says otherwise.
+        is_for_later = error.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        headers |= {"retry-after": RETRY_AFTER_S} if is_for_later else {"x-should-retry": "false"}
+        headers |= {"x-request-id": error.request_id} if error.request_id else {}
     return JSONResponse(told.body(), status_code=told.status, headers=headers)
 
 

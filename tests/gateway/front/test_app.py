@@ -124,6 +124,27 @@ async def test_an_error_tells_the_id_by_which_the_log_has_it(front: Callable[...
     assert answer.headers["x-request-id"].startswith("cmpl-")
 
 
+@pytest.mark.parametrize(
+    ("reason", "error", "status", "header"),
+    [
+        (WireFinishReason.CANCELLED, "", 503, ("x-should-retry", "false")),
+        (WireFinishReason.ERROR, "NUMERICAL", 500, ("x-should-retry", "false")),
+        (WireFinishReason.ERROR, "CONSTRAINT", 400, ("x-should-retry", "false")),
+        (WireFinishReason.ERROR, "QUEUE_FULL", 429, ("retry-after", "1")),
+        (WireFinishReason.ERROR, "DRAINING", 503, ("retry-after", "1")),
+    ],
+)
+async def test_clients_are_told_whether_to_repeat_what_failed(
+    front: Callable[..., Any], reason: WireFinishReason, error: str, status: int, header: tuple[str, str]
+) -> None:
+    """They do so by themselves else: a request that an operator cancelled would be there again."""
+    async with front(FakePool(on_run=lambda run: run.finish(reason, error=error))) as fronted:
+        for stream in (True, False):
+            answer = await fronted.ask("/v1/completions", {"prompt": "Hello", "stream": stream})
+            told = {name: answer.headers[name] for name in ("x-should-retry", "retry-after") if name in answer.headers}
+            assert (answer.status, told) == (status, dict([header]))
+
+
 # ---------------------------------------------------------------- where tokens begin
 
 
