@@ -141,7 +141,7 @@ class Embedder:
     async def embed(
         self, request: pb.EmbedRequest, scope: RpcScope, *, timeout_s: float | None
     ) -> tuple[ModelCard, list[Embedded]]:
-        """A validated request's vectors, in the order of its inputs. timeout_s: what remains of the caller's time.
+        """A validated request's vectors, in the order of its inputs. timeout_s: the caller's, from the call's start.
         Raises RequestError, TextError, PoolError; then nothing runs any more."""
         self._tracker.check_open()
         card = self._models.card_of(request.model or scope.model, self._pool)

@@ -123,7 +123,7 @@ class Submitter:
     async def submit(
         self, request: pb.GenerateRequest, scope: RpcScope, *, prefix: str, timeout_s: float | None
     ) -> TrackedRequest:
-        """Start a validated request. prefix: its path in the message. timeout_s: what remains of the caller's time.
+        """Start a validated request. prefix: its path in the message. timeout_s: the caller's, from the call's start.
 
         The caller has to answer it inside of `RequestTracker.closing`. Raises RequestError, TextError, PoolError; then
         nothing is held.

@@ -51,7 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = current_rpc.get()
         scope.name_by(request.request_id)
         await self._check(lambda: check_generate(request), request)
-        tracked = await self._submitter.submit(request, scope, prefix="", timeout_s=context.time_remaining())
+        tracked = await self._submitter.submit(request, scope, prefix="", timeout_s=scope.wire_timeout_s)
         with self._tracker.closing(tracked):
             # Not earlier: a refusal has to be a trailers-only response, which the client's library may retry.
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, tracked.request_id),))
@@ -78,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = current_rpc.get()
         scope.name_by(request.generate.request_id)
         await self._check(lambda: check_complete(request), request)
-        timeout_s = context.time_remaining()
+        timeout_s = scope.wire_timeout_s
         tracked = await self._submitter.submit(request.generate, scope, prefix="generate.", timeout_s=timeout_s)
         with self._tracker.closing(tracked):
             response = await self._collect(tracked)
@@ -117,7 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = current_rpc.get()
         scope.name_by(request.request_id)
         await self._check(lambda: check_embed(request), request)
-        card, embedded = await self._embedder.embed(request, scope, timeout_s=context.time_remaining())
+        card, embedded = await self._embedder.embed(request, scope, timeout_s=scope.wire_timeout_s)
         scope.log_fields |= {"model": card.name, "inputs": len(embedded)}
         await context.send_initial_metadata(((REQUEST_ID_TRAILER, scope.request_id),))
         is_scaled = request.normalize if request.HasField("normalize") else True

@@ -120,7 +120,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         asked = await self._translate(request)
         if asked.streams:
             raise InvalidRequest.of("inputs.stream", "must be false: streams are answered by ModelStreamInfer")
-        tracked = await self._submit(asked, scope, context)
+        tracked = await self._submit(asked, scope)
         with self._tracker.closing(tracked):
             return await self._whole(asked, tracked)
 
@@ -131,8 +131,9 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         await stream.answer(request_iterator, self._answer)
 
     async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        scope.wire_timeout_s = writer.context.time_remaining()
         asked = await self._translate(request)
-        tracked = await self._submit(asked, scope, writer.context)
+        tracked = await self._submit(asked, scope)
         with self._tracker.closing(tracked):
             await (self._stream if asked.streams else self._send_whole)(asked, tracked, writer)
 
@@ -140,10 +141,10 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         share = share_of(current_rpc.get())
         return await self._text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
 
-    async def _submit(self, asked: Asked, scope: RpcScope, context: Context) -> TrackedRequest:
+    async def _submit(self, asked: Asked, scope: RpcScope) -> TrackedRequest:
         """With an id of our own: Triton's callers use one id for several requests at a time."""
         scope.log_fields["caller_id"] = asked.caller_id[:128]
-        limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
+        limits = [each for each in (scope.wire_timeout_s, asked.timeout_s) if each is not None]
         try:
             return await self._submitter.submit(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
         except NamesFields as error:

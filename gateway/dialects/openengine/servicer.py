@@ -91,7 +91,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
         if not bytes_by_id:
             translated.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
         try:
-            tracked = await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
+            tracked = await self._submitter.submit(translated, scope, prefix="", timeout_s=scope.wire_timeout_s)
         except NamesFields as error:
             raise in_callers_names(error, request) from None
         with self._tracker.closing(tracked):

@@ -101,7 +101,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         scope.name_by(request.request_id)
         translated = await self._translated(lambda: translate(request), request.ByteSize())
         try:
-            tracked = await self._submit(translated, scope, context)
+            tracked = await self._submit(translated, scope)
         except RequestAborted:
             await context.send_initial_metadata(())
             await context.write(aborted_early())
@@ -115,9 +115,9 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         share = share_of(current_rpc.get())
         return await self._text.run_by_size(work, num_bytes=num_bytes, share=share)
 
-    async def _submit(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> TrackedRequest:
+    async def _submit(self, translated: pb.GenerateRequest, scope: RpcScope) -> TrackedRequest:
         try:
-            return await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
+            return await self._submitter.submit(translated, scope, prefix="", timeout_s=scope.wire_timeout_s)
         except NamesFields as error:
             raise in_callers_names(error) from None
 
@@ -184,7 +184,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         scope.name_by(request.request_id)
         translated = await self._translated(lambda: translate_embed(request), request.ByteSize())
         try:
-            card, embedded = await self._embedder.embed(translated, scope, timeout_s=context.time_remaining())
+            card, embedded = await self._embedder.embed(translated, scope, timeout_s=scope.wire_timeout_s)
         except NamesFields as error:
             raise in_callers_names(error) from None
         (each,) = embedded

@@ -71,7 +71,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
             lambda: translate(request), num_bytes=request.ByteSize(), share=share_of(scope)
         )
         try:
-            return await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
+            return await self._submitter.submit(translated, scope, prefix="", timeout_s=scope.wire_timeout_s)
         except NamesFields as error:
             raise in_callers_names(error) from None
 

@@ -1,6 +1,8 @@
 """Streams of Generate that end early: the caller leaves, time is over, the worker is lost or fails."""
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -62,6 +64,23 @@ async def test_a_deadline_that_passes_while_the_prompt_is_tokenized_costs_the_wo
         assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await served.until(lambda: not served.gateway.tracker.admission.holds("r1"))
         assert served.pool.runs == []
+
+
+async def test_the_time_that_a_request_takes_to_arrive_counts_once(serve: Any) -> None:
+    """A large message on a slow way, or one whose check waits for others': the rest of the time is for the worker."""
+    requests = iter([pb.CompleteRequest(generate=REQUEST).SerializeToString()])
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+
+        async def slowly() -> AsyncIterator[bytes]:
+            await asyncio.sleep(1.0)
+            for each in requests:
+                yield each
+
+        began_s = time.monotonic()
+        await served.channel.stream_unary("/octavo.v1.InferenceService/Complete")(slowly(), timeout=60.0)
+        left_s = 60.0 - (time.monotonic() - began_s)
+    (run,) = served.pool.runs
+    assert left_s - 0.1 < run.request.timeout_s < 59.2
 
 
 async def test_a_closed_connection_cancels_every_stream_on_it(serve: Any) -> None:
