@@ -157,7 +157,7 @@ def _output(request: vllm.GenerateRequest) -> pb.OutputOptions:
     output = pb.OutputOptions(
         format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_text else pb.OUTPUT_FORMAT_TOKEN_IDS,
     )
-    if response.HasField("skip_special_tokens"):
+    if needs_text and response.HasField("skip_special_tokens"):
         output.skip_special_tokens = response.skip_special_tokens
     if response.output_logprobs:
         output.logprobs = response.output_candidates.top_n

@@ -75,6 +75,14 @@ async def test_only_what_is_asked_for_is_told(serve: Any) -> None:
     assert (silent.outputs.text, silent.outputs.num_tokens) == ("", 2)
 
 
+async def test_how_text_is_written_says_nothing_where_none_is_wanted(serve: Any) -> None:
+    for skips in (True, False):
+        options = vllm.ResponseOptions(output_text=False, output_token_ids=True, skip_special_tokens=skips)
+        async with serve(speaking(70, 71)) as served:
+            whole = await inference(served).Generate(request(response=options))
+        assert (list(whole.outputs.token_ids), whole.outputs.text) == ([70, 71], "")
+
+
 async def test_several_outputs_stream_and_do_not_fit_into_one_response(serve: Any) -> None:
     sampling = vllm.RandomSampling(num_sequences=3)
     async with serve(speaking(70, 71)) as served:
