@@ -88,9 +88,11 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
         )
         card = self._models.card_of(request.model or scope.model, self._pool)
         bytes_by_id = self._models.token_texts(card)
-        if not bytes_by_id:
-            translated.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
         try:
+            if not bytes_by_id:
+                translated.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
+                if translated.stop.strings:
+                    raise InvalidRequest.of("stop.strings[0]", "needs text, and this model gives ids alone")
             tracked = await self._submitter.submit(translated, scope, prefix="", timeout_s=scope.wire_timeout_s)
         except NamesFields as error:
             raise in_callers_names(error, request) from None

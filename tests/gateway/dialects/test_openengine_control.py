@@ -165,6 +165,17 @@ async def test_what_is_advertised_is_accepted_and_what_is_not_is_refused(serve: 
             assert await accepts(guided=guided) is (guide_mode in capabilities.guided_decoding.modes), guide_mode
 
 
+async def test_a_model_that_gives_ids_alone_refuses_to_stop_at_text(serve: Any) -> None:
+    conditions = [oe.StopCondition(stop_token_id=5), oe.StopCondition(stop_text="zz")]
+    async with serve(finishing(), files={"tokenizer.json": b"{}"}) as served:
+        info = await control(served).GetModelInfo(oe.GetModelInfoRequest(model="tiny"))
+        stopping = oe.StoppingOptions(conditions=conditions)
+        refusal = await refused(inference(served).Generate(request(stopping=stopping)))
+        await answers_of(inference(served).Generate(request(stopping=oe.StoppingOptions(conditions=conditions[:1]))))
+    assert not info.supports_text_input
+    assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ("stopping.conditions[1]",))
+
+
 async def read_all(call: Any) -> grpc.StatusCode:
     """To its end; the code."""
     with contextlib.suppress(grpc.aio.AioRpcError):
