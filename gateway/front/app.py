@@ -127,6 +127,7 @@ class _Front:
             raise ApiError(400, "prompt: there is none", param="prompt")
         metadata = _metadata(request)
         ids = [heading.id, *(f"{heading.id}-{number}" for number in range(1, len(given)))]
+        request.state.prompts = ids if len(ids) > 1 else ()
         with refusing(request.state.given):
             wanted = [
                 generate_request(**{**fields, "request_id": each}) for fields, each in zip(given, ids, strict=True)
@@ -278,7 +279,7 @@ async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams:
                     yield _event(chunk)
             yield b"data: [DONE]\n\n"
         except OctavoError as error:
-            yield _event(api_error(error, request.state.given).body())
+            yield _event(_told(request, error).body())
         finally:
             for stream in streams:
                 stream.cancel()
@@ -323,8 +324,15 @@ def _model(info: model_pb2.ModelInfo) -> dict[str, Any]:
     return {"id": info.name, "object": "model", "created": 0, "owned_by": "octavo", "max_model_len": info.max_model_len}
 
 
+def _told(request: Request, error: OctavoError) -> ApiError:
+    """By the caller's words."""
+    prompts = getattr(request.state, "prompts", ())
+    number = prompts.index(error.request_id) if error.request_id in prompts else None
+    return api_error(error, getattr(request.state, "given", ()), number)
+
+
 def _on_error(request: Request, error: Exception) -> Response:
-    told = api_error(error, getattr(request.state, "given", ())) if isinstance(error, OctavoError) else error
+    told = _told(request, error) if isinstance(error, OctavoError) else error
     assert isinstance(told, ApiError)
     headers: dict[str, str] = {}
     if isinstance(error, OctavoError):

@@ -93,17 +93,20 @@ _NAMED = re.compile(r"(num_outputs|constraint|inputs)(\[\d+\])?: ")  # a message
 _OUTPUTS = re.compile(r"\d+ outputs")  # are too many, not tokens
 
 
-def api_error(error: OctavoError, given: Collection[str] = ()) -> ApiError:
-    """What a failed call becomes. given: names of the fields that the caller set."""
+def api_error(error: OctavoError, given: Collection[str] = (), number: int | None = None) -> ApiError:
+    """What a failed call becomes. given: names of the fields that the caller set. number: the place of the call's
+    prompt, where there are several."""
     status, kind = _BY_STATUS.get(error.code, (500, "server_error"))
-    params = [param_of(each.field, given) for each in error.violations]
+    params = [_placed(param_of(each.field, given), number) for each in error.violations]
     said = (f"{param}: {each.description}" for param, each in zip(params, error.violations, strict=True))
     message = "; ".join(dict.fromkeys(said))  # two of our fields may be one of theirs
     if not params and (named := _NAMED.match(error.message)) is not None:
         params = [word_of(named[1], given) + (named[2] or "")]
         message = f"{params[0]}: {error.message[named.end() :]}"
     if not params and error.reason == "EXCEEDS_CAPACITY":
-        params = ["n" if "n" in given and _OUTPUTS.match(error.message) else word_of("input", given)]
+        is_of_outputs = "n" in given and _OUTPUTS.match(error.message)
+        params = ["n" if is_of_outputs else _placed(word_of("input", given), number)]
+        message = "" if number is None or is_of_outputs else f"{params[0]}: {error.message}"
     return ApiError(
         status=status,
         message=message or error.message,
@@ -111,6 +114,11 @@ def api_error(error: OctavoError, given: Collection[str] = ()) -> ApiError:
         param=params[0] if params else None,
         code=_CODES.get(error.reason, error.reason.lower() or None),
     )
+
+
+def _placed(param: str, number: int | None) -> str:
+    word, bracket, index = param.partition("[")
+    return param if number is None or word != "prompt" else f"{word}[{number}]{bracket}{index}"
 
 
 def param_of(field: str, given: Collection[str] = ()) -> str:

@@ -145,6 +145,28 @@ async def test_clients_are_told_whether_to_repeat_what_failed(
             assert (answer.status, told) == (status, dict([header]))
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (["a", "b", ""], "prompt[2]"),
+        ([[5], [6, 7, 600]], "prompt[1][2]"),
+        (["a", "b " * 400], "prompt[1]"),
+        ([[5], [6] * 256], "prompt[1]"),
+        ([[6, 600]], "prompt[1]"),
+        (["a" * 999], "prompt"),
+    ],
+)
+async def test_of_several_prompts_the_one_that_is_wrong_is_named(
+    front: Callable[..., Any], prompt: Any, param: str, stream: bool
+) -> None:
+    async with front(FakePool()) as fronted:
+        answer = await fronted.ask("/v1/completions", {"prompt": prompt, "stream": stream})
+    told = answer.json["error"]
+    assert (answer.status, told["param"]) == (400, param)
+    assert told["message"].startswith(f"{param}: ") or len(prompt) == 1
+
+
 # ---------------------------------------------------------------- where tokens begin
 
 
