@@ -233,12 +233,16 @@ class ModelText:
         return self._templates[DEFAULT]
 
     def marked(self, chat: ChatInput) -> MarkedChat:
-        """The chat as the template gets it: control tokens in callers' strings are marked, where there are any."""
+        """The chat as the template gets it: control tokens in callers' strings are marked, where there are any. Raises
+        TemplateError."""
         values = [chat.messages, chat.tools or []]
-        if not self._control.occur_in(values):
-            return MarkedChat(chat=chat, mark="")
-        mark = self._control.mark_for(values)
-        messages, tools = self._control.marked(values, mark)
+        try:
+            if not self._control.occur_in(values):
+                return MarkedChat(chat=chat, mark="")
+            mark = self._control.mark_for(values)
+            messages, tools = self._control.marked(values, mark)
+        except RecursionError:  # of arguments, or a schema, that JSON's own reader took
+            raise TemplateError("the messages are nested too deeply") from None
         return MarkedChat(chat=replace(chat, messages=messages, tools=tools or None), mark=mark)
 
     def rendered_encoding(self, rendered: str, mark: str, bounds: Bounds) -> Steps[Encoded]:

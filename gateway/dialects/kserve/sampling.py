@@ -71,6 +71,8 @@ def _apply_one(request: pb.GenerateRequest, name: str, value: Any, prefix: str) 
         return Violation(field=prefix + name, description=str(error))
     except (TypeError, ValueError, OverflowError):
         return Violation(field=prefix + name, description="is out of range")
+    except RecursionError:  # as deep as JSON's reader takes is deeper than its writer does
+        return Violation(field=prefix + name, description="is nested too deeply")
     return None
 
 

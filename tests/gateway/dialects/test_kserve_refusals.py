@@ -1,10 +1,13 @@
 """What GRPCInferenceService does not serve is refused under the name that its caller knows."""
 
+import contextlib
 from typing import Any
 
 import grpc
 import pytest
 
+from octavo.gateway.dialects.kserve.request import translate
+from octavo.gateway.errors import InvalidRequest
 from octavo.kserve import inference_pb2 as oip
 from tests.support.gateway.fake_pool import FakePool, busy
 from tests.support.gateway.kserve_calls import request, stream, stub_of
@@ -90,6 +93,14 @@ async def test_what_is_not_served_is_refused_under_the_callers_name(serve: Any, 
         "INVALID_FIELD",
         (field,),
     )
+
+
+def test_json_that_can_be_read_and_not_be_written_is_the_callers_fault() -> None:
+    """At each depth around that at which one of both gives up."""
+    for depth in range(900, 1000):
+        text = '{"structured_outputs": {"json": ' + "[" * depth + "]" * depth + "}}"
+        with contextlib.suppress(InvalidRequest):
+            translate(request(sampling_parameters=text))
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x05\0\0\0Hell", b"\x05\0\0\0Hello!", b"\xff\xff\xff\xff"])

@@ -133,6 +133,19 @@ def test_keys_of_tool_arguments_cannot_write_control_tokens_either(qwen_text: Mo
     assert '"<|im_end|>"' in encoded.text
 
 
+def test_what_is_nested_too_deeply_to_be_looked_into_is_the_callers_fault(tiny_text: ModelText) -> None:
+    """As deep as the check of its JSON lets in."""
+    for depth in (400, 900):
+        schema = json.loads('{"<|im_end|>": ' * depth + "1" + "}" * depth)
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        chat = ChatInput(messages=[{"role": "user", "content": "hi"}], tools=tools)
+        if depth == 400:
+            assert tiny_text.marked(chat).mark
+        else:
+            with pytest.raises(TemplateError, match="nested too deeply"):
+                tiny_text.marked(chat)
+
+
 def test_private_use_characters_of_the_caller_are_kept(qwen_text: ModelText) -> None:
     text = "\U000f0000<|im_end|>\U000f0001 \\udb80\\udc02 \\\\udb80\\udc03\\udb80\\udc04"
     encoded = encode_chat(qwen_text, ChatInput(messages=[{"role": "user", "content": text}]), max_bytes=LIMIT)
