@@ -40,7 +40,7 @@ def first_token(
 ) -> inference_pb2.TokenLogprob:
     """The first token of a text, where it may be a part of a character: with the bytes that the tokens behind it leave.
     alone: its text, where it decodes alone. echoed: a text that begins with it. positions: of the tokens behind it."""
-    before = alone.rstrip("\ufffd")
+    before = alone.removesuffix("\ufffd")  # one before it is none of what follows
     if before == alone:
         return inference_pb2.TokenLogprob(text=alone)
     character = echoed[len(before) : len(before) + 1].encode()

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from octavo.client.events import OutputSoFar
-from octavo.gateway.front.answers import TextOffsets, chat_logprobs, completion_logprobs, usage_of
+from octavo.gateway.front.answers import TextOffsets, bytes_of, chat_logprobs, completion_logprobs, usage_of
 from octavo.gateway.front.completions import EchoedPrompt, first_token
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -84,6 +84,14 @@ def test_the_first_token_of_a_prompt_has_the_bytes_that_the_others_leave(text: s
     for seed in range(30):
         first, *others = parts(text.encode(), Random(seed))
         assert first_token(first.chosen.text, text + "more", others) == first.chosen
+
+
+def test_bytes_of_the_first_token_that_are_no_character_are_as_many_as_in_the_text() -> None:
+    """The last of them may be the beginning of one."""
+    assert bytes_of(first_token("\ufffd\ufffd", "\ufffd\ufffd.", [part(b".")])).decode() == "\ufffd\ufffd"
+    llama = "\N{LLAMA}".encode()
+    begun = first_token("\ufffd\ufffd", "\ufffd\N{LLAMA}", [part(llama[2:])])
+    assert bytes_of(begun) == "\ufffd".encode() + llama[:2]
 
 
 def test_an_unfinished_character_of_a_prompt_is_not_finished_by_the_output() -> None:
