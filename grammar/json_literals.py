@@ -35,9 +35,15 @@ _ENCODER = msgspec.json.Encoder(decimal_format="number")
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Characters of a regular expression that mean one of _UNWRITTEN, as such or escaped.
-_CODE = "(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
-_CONTROL = rf"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x0?{_CODE}|u000?{_CODE}|[xu]\{{0*{_CODE}\}}|[av])"
-_REGEX_PART = re.compile(rf"(?P<control>{_CONTROL})|\\.|\[\^?\]?(?P<class>(?:\\.|\[:\^?\w+:\]|[^\]\\])*)\]", re.DOTALL)
+_CODE = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+_CONTROL = rf"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x{_CODE}|u00{_CODE}|[xu]\{{0*(?:{_CODE}|[0-7bBeEfF])\}}|[av])"
+_REGEX_PART = re.compile(
+    rf"(?P<control>{_CONTROL})|(?P<property>\\[pP](?:\{{[^}}]*\}}|.))|\\."
+    r"|\[(?P<negated>\^?)(?P<class>\]?(?:\\.|[^\]\\])*)\]",
+    re.DOTALL,
+)
+_IN_CLASS = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)  # a character, a class or a range
+_SET_SIGNS = "[]&~-"  # of which the library makes sets of sets
 
 # Dates and times of RFC 3339, without leap seconds and without the year 0, so that every date exists in every calendar
 # library.
@@ -85,14 +91,30 @@ def check_encoding(value: Any, path: str) -> None:
             raise _refused(place, "has half a surrogate pair, which no text can have")
 
 
-def check_pattern(pattern: Any, path: str) -> None:
-    """The library drops control characters that stand alone in a pattern, and a backslash at its end. Raises
-    GrammarRefused."""
-    if isinstance(pattern, str) and ends_in_escape(pattern):
+def pattern(value: Any, path: str) -> Any:
+    """A regular expression as the library needs it. That drops control characters that stand alone, and a backslash at
+    the end; and writes quotation marks and backslashes for any set with all characters below U+0020, also for one that
+    excludes those: sets leave out U+0000, which is never written. Raises GrammarRefused."""
+    if not isinstance(value, str):
+        return value
+    if ends_in_escape(value):
         raise GrammarRefused(Refusal.SYNTAX, "ends with a backslash that escapes nothing", path=path)
-    for part in _REGEX_PART.finditer(pattern) if isinstance(pattern, str) else ():
-        if part["control"] or (part["class"] and re.fullmatch(_CONTROL, part["class"])):
+    for part in _REGEX_PART.finditer(value):
+        if part["control"] or (part["class"] and re.fullmatch(_CONTROL, part["class"]) and not part["negated"]):
             raise _refused(path, "matches a control character by itself, which is not supported")
+    return _REGEX_PART.sub(_without_null, value)
+
+
+def _without_null(part: re.Match[str]) -> str:
+    if part["property"]:
+        return rf"[{part[0]}&&[^\x00]]"
+    if part["class"] is None:
+        return part[0]
+    return rf"[[{part['negated']}{_IN_CLASS.sub(_as_in_ecma, part['class'])}]&&[^\x00]]"
+
+
+def _as_in_ecma(found: re.Match[str]) -> str:
+    return "-".join(f"\\{each}" if each in _SET_SIGNS else each for each in found.groups() if each)
 
 
 def check_literal(value: Any, path: str) -> None:
@@ -210,6 +232,8 @@ def _bound(key: str, value: Number, *, is_integer: bool, nearest: bool) -> tuple
     is_exclusive, is_lower = key.startswith("exclusive"), key.endswith("inimum")
     if not _is_whole(value):
         return key, value if abs(Decimal(value)) >= _LEAST and _names_a_double(value) else None
+    if not -(2**63) <= value <= 2**63:  # its digits may be a billion
+        return key, None
     whole = int(value)
     if is_exclusive and is_integer:  # the library would add one to a double
         key, whole = ("minimum", whole + 1) if is_lower else ("maximum", whole - 1)

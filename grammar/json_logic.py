@@ -313,7 +313,7 @@ def _other_texts(texts: list[str]) -> str:
             following.setdefault(text[0], []).append(text[1:])
     ways = [f"{escaped(first)}(?:{_other_texts(rests)})" for first, rests in following.items()]
     inside = "".join(map(escaped, following))
-    ways.append(rf"[^{inside}][\s\S]*" if inside else r"[\s\S]+")
+    ways.append(rf"[^\x00{inside}][\s\S]*" if inside else r"[\s\S]+")  # as in `json_literals.pattern`
     return "|".join(ways if "" in texts else [*ways, ""])
 
 

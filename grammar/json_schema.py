@@ -22,7 +22,6 @@ from octavo.grammar.json_literals import (
     bounds,
     check_encoding,
     check_literal,
-    check_pattern,
     check_type,
     count,
     encode,
@@ -30,6 +29,7 @@ from octavo.grammar.json_literals import (
     has_fractions,
     mentions,
     names_of,
+    pattern,
     pointed_to,
 )
 from octavo.grammar.json_logic import Logic, Schema, pattern_of
@@ -151,10 +151,10 @@ class _Walk:
         if key in _MAPS:
             if not isinstance(value, dict):
                 raise GrammarRefused(Refusal.SYNTAX, "must be an object of schemas", path=path)
+            named = {name: self.schema(each, _join(path, name), depth + 1) for name, each in value.items()}
             if key == "patternProperties":
-                for pattern in value:
-                    check_pattern(pattern, _join(path, pattern))
-            return {name: self.schema(each, _join(path, name), depth + 1) for name, each in value.items()}
+                return {pattern(name, _join(path, name)): each for name, each in named.items()}
+            return named
         if key in _LISTS or (key == "items" and isinstance(value, list)):
             if not isinstance(value, list):
                 raise GrammarRefused(Refusal.SYNTAX, "must be a list of schemas", path=path)
@@ -177,7 +177,7 @@ class _Walk:
             case "enum" | "required":
                 raise GrammarRefused(Refusal.SYNTAX, f"must be a list{' of names' * (key == 'required')}", path=path)
             case "pattern":
-                check_pattern(value, path)
+                return pattern(value, path)
             case "type":
                 check_type(value, path)
             case "multipleOf":

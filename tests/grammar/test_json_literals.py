@@ -251,6 +251,8 @@ def test_numbers_are_taken_up_to_their_bounds(schema: str, inside: list[str], ou
         ('{"type": "number", "exclusiveMinimum": 9007199254740994}', "exclusiveMinimum"),
         ('{"type": "integer", "minimum": 18446744073709551615}', "minimum"),
         ('{"minimum": 1e400}', "minimum"),
+        ('{"minimum": 1e1000000000000}', "minimum"),
+        ('{"exclusiveMaximum": -1e1000000000000}', "exclusiveMaximum"),
         ('{"minimum": 0.12345678901234567890}', "minimum"),
         ('{"minimum": "3"}', "minimum"),
         ('{"multipleOf": 0}', "multipleOf"),
