@@ -8,7 +8,14 @@ from octavo.grammar.source import to_llguidance
 from octavo.wire.messages import Grammar
 
 _LIMIT_WORDS = ("too large", "too many", "too complex", "limit exceeded", "fuel", "recursion limit", "unable to")
-_UNSUPPORTED_WORDS = ("not supported", "unimplemented", "unknown format", "not present in a registry", "lookaround")
+_UNSUPPORTED_WORDS = (
+    "not supported",
+    "only supported",
+    "unimplemented",
+    "unknown format",
+    "not present in a registry",
+    "lookaround",
+)
 
 
 def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:

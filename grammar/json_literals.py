@@ -43,6 +43,7 @@ _REGEX_PART = re.compile(
     re.DOTALL,
 )
 _IN_CLASS = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)  # a character, a class or a range
+_COUNTED = "is supported where nothing but the required properties is named, or one more of the named ones counts"
 _SET_SIGNS = "[]&~-"  # of which the library makes sets of sets
 
 # Dates and times of RFC 3339, without leap seconds and without the year 0, so that every date exists in every calendar
@@ -141,6 +142,21 @@ def count(value: Any, path: str) -> int:
     if is_number(value) and 0 <= value < 2**32 and value == int(value):
         return int(value)
     raise GrammarRefused(Refusal.SYNTAX, "must be a whole number from 0 to 4294967295", path=path)
+
+
+def property_counts(schema: Json, path: str) -> Json:
+    """The schema without counts of properties that hold by themselves. The library counts a key twice that comes twice
+    and has no name here, and of named ones that may be left out at most one. Raises GrammarRefused."""
+    names, required = {*schema.get("properties", ())}, {*schema.get("required", ())}
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    least, most, one_more = schema.get("minProperties", 0), schema.get("maxProperties", math.inf), len(required) + 1
+    idle = ["minProperties"] * (least < one_more) + ["maxProperties"] * (is_closed and most >= len(names | required))
+    kept = {key: value for key, value in schema.items() if key not in idle}
+    for key in ("minProperties", "maxProperties"):
+        is_free = names <= required and (is_closed or key == "maxProperties")
+        if key in kept and not is_free and not (is_closed and kept[key] == one_more):
+            raise _refused(f"{path}.{key}" if path else key, _COUNTED)
+    return kept
 
 
 class Divisors:

@@ -31,6 +31,7 @@ from octavo.grammar.json_literals import (
     names_of,
     pattern,
     pointed_to,
+    property_counts,
 )
 from octavo.grammar.json_logic import Logic, Schema, pattern_of
 from octavo.grammar.limits import GrammarLimits
@@ -139,9 +140,8 @@ class _Walk:
         for key in schema:
             if key in _REFUSED:
                 raise GrammarRefused(Refusal.UNSUPPORTED, "is not supported", path=_join(path, key))
-        _check_min_properties(schema, path)
         copy = {key: self._value(key, schema[key], _join(path, key), depth) for key in schema if key in _ENFORCED}
-        copy = self._with_bounds(copy, path)
+        copy = self._with_bounds(property_counts(copy, path), path)
         copy = self._with_format(self._without_base(copy), path)
         if "$ref" in copy and pointed_to(self._whole, self._pointers.get(copy["$ref"], "")) is False:
             return False  # the library would refuse the whole
@@ -381,19 +381,6 @@ def _alternatives(schema: Schema) -> list[Schema] | None:
     if not isinstance(schema, dict) or schema.keys() != {"anyOf"}:
         return None
     return [each for option in schema["anyOf"] for each in (_alternatives(option) or [option])]
-
-
-def _check_min_properties(schema: Json, path: str) -> None:
-    """Keys that the schema does not name could be the same one twice, which counts as one."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    if least is None or not isinstance(least, int) or least <= (len(required) if isinstance(required, list) else 0):
-        return
-    if schema.get("additionalProperties") is not False or schema.get("patternProperties"):
-        raise GrammarRefused(
-            Refusal.UNSUPPORTED,
-            "is supported only with additionalProperties false and without patternProperties",
-            path=_join(path, "minProperties"),
-        )
 
 
 def _join(path: str, key: str) -> str:

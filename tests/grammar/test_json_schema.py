@@ -65,6 +65,10 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
         ({"$ref": "other.json"}, (Refusal.UNSUPPORTED, "$ref")),
         ({"properties": {"a": {"format": "iri"}}}, (Refusal.UNSUPPORTED, "properties.a.format")),
         ({"minProperties": 1}, (Refusal.UNSUPPORTED, "minProperties")),
+        ('{"items": {"minProperties": 2.0}}', (Refusal.UNSUPPORTED, "items.minProperties")),
+        ({"minProperties": 2, "required": ["a", "a"]}, (Refusal.UNSUPPORTED, "minProperties")),
+        ({"properties": {"a": {}}, "maxProperties": 1}, (Refusal.UNSUPPORTED, "maxProperties")),
+        ({"maxProperties": 1, "allOf": [{"properties": {"a": {}}}]}, (Refusal.UNSUPPORTED, "")),
         ({"pattern": "(?=x)"}, (Refusal.UNSUPPORTED, "")),
         ({"items": {"pattern": "a\\"}}, (Refusal.SYNTAX, "items.pattern")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, (Refusal.UNSUPPORTED, "oneOf")),
@@ -99,6 +103,23 @@ def test_formats_that_are_not_known_may_be_annotations(name: str) -> None:
 def test_a_format_that_is_no_name_is_refused_all_the_same(value: Any) -> None:
     with pytest.raises(GrammarRefused, match="format"):
         rewrite({"format": value}, LIMITS, Place(), format_as_annotation=True)
+
+
+def test_properties_are_counted_where_the_named_ones_show_how_many_there_are() -> None:
+    named = {name: {} for name in "abc"}
+    closed = {"properties": named, "additionalProperties": False}
+    good = [
+        closed | {"minProperties": 1, "maxProperties": 3},
+        closed | {"maxProperties": 1},
+        closed | {"required": ["a", "b"], "minProperties": 3},
+        {"properties": named, "required": ["a", "b"], "minProperties": 2},
+        {"properties": named, "required": [*named], "maxProperties": 4},
+    ]
+    for schema in good:
+        check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema)), LIMITS)
+    assert refusal_of(closed | {"minProperties": 2}) == (Refusal.UNSUPPORTED, "minProperties")
+    assert refusal_of(closed | {"maxProperties": 2}) == (Refusal.UNSUPPORTED, "maxProperties")
+    assert refusal_of(closed | {"patternProperties": {"^x": {}}, "maxProperties": 3})[1] == "maxProperties"
 
 
 def nested(depth: int) -> dict[str, Any]:
