@@ -7,7 +7,17 @@ from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.source import to_llguidance
 from octavo.wire.messages import Grammar
 
-_LIMIT_WORDS = ("too large", "too many", "too complex", "limit exceeded", "fuel", "recursion limit", "unable to")
+_LIMIT_WORDS = (
+    "too large",
+    "too big",
+    "too many",
+    "too complex",
+    "too deeply",
+    "limit exceeded",
+    "fuel",
+    "recursion limit",
+    "unable to",
+)
 _UNSUPPORTED_WORDS = (
     "not supported",
     "only supported",

@@ -34,6 +34,13 @@ def choice_to_lark(source: str, limits: GrammarLimits) -> str:
 
 def to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
     """A grammar for `llguidance.LLMatcher`. call_tags: the model's own. Raises GrammarRefused."""
+    try:
+        return _to_llguidance(grammar, limits, call_tags)
+    except RecursionError:  # references that lead to others, repetitions of repetitions
+        raise GrammarRefused(Refusal.LIMIT, "is nested too deeply") from None
+
+
+def _to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags | None) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             text = schema_text(grammar.source, limits, format_as_annotation=grammar.format_as_annotation)

@@ -153,6 +153,29 @@ def test_groups_may_not_be_nested_without_end() -> None:
     assert refusal_of(GrammarKind.EBNF, "root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000) is Refusal.LIMIT
 
 
+@pytest.mark.parametrize("signs", ["?", "*", "{2}", "+?"])
+def test_repetitions_may_not_be_nested_without_end(signs: str) -> None:
+    assert refusal_of(GrammarKind.EBNF, 'root ::= "a"' + signs * 2_000) is Refusal.LIMIT
+    assert refusal_of(GrammarKind.EBNF, 'root ::= root "b" | "a"' + signs * 2_000) is Refusal.LIMIT
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"not": {"$ref": "#/$defs/%d"}}', '{"if": {"$ref": "#/$defs/%d"}, "then": {"required": ["a"]}}']
+)
+def test_references_may_not_lead_to_others_without_end(schema: str) -> None:
+    chain = ", ".join(f'"{index}": {schema % (index + 1)}' for index in range(400))
+    source = f'{{"$ref": "#/$defs/0", "$defs": {{{chain}, "400": {{"type": "string"}}}}}}'
+    assert refusal_of(GrammarKind.JSON_SCHEMA, source) is Refusal.LIMIT
+    tools = f'{{"tools": [{{"name": "f", "parameters": {source}}}]}}'
+    assert refusal_of(GrammarKind.TOOL_CALLS, tools) is Refusal.LIMIT
+
+
+def test_more_than_the_library_takes_is_a_limit() -> None:
+    doubled = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(40))
+    assert refusal_of(GrammarKind.EBNF, f'root ::= r0\n{doubled}\nr40 ::= "a"') is Refusal.LIMIT
+    assert refusal_of(GrammarKind.EBNF, "root ::= " + "(" * 60 + '"a"' + ")?" * 60) is Refusal.LIMIT
+
+
 HOSTILE = {
     "rules within rules": 'root ::= a0 root | "z"\n'
     + "\n".join(f'a{n} ::= "x" a{n + 1} | [a-z]' for n in range(2000))
