@@ -21,6 +21,7 @@ _LIMIT_WORDS = (
 _UNSUPPORTED_WORDS = (
     "not supported",
     "only supported",
+    "not disjoint",
     "unimplemented",
     "unknown format",
     "not present in a registry",

@@ -140,7 +140,12 @@ class _Walk:
         for key in schema:
             if key in _REFUSED:
                 raise GrammarRefused(Refusal.UNSUPPORTED, "is not supported", path=_join(path, key))
+        if schema is not self._whole and _is_base(schema.get("$id")) and mentions(schema, ("$ref",)):
+            description = "is supported within a schema only where no references are inside"
+            raise GrammarRefused(Refusal.UNSUPPORTED, description, path=_join(path, "$id"))
         copy = {key: self._value(key, schema[key], _join(path, key), depth) for key in schema if key in _ENFORCED}
+        if not isinstance(copy.get("items"), list):  # it means nothing, and the library would forget prefixItems
+            copy.pop("additionalItems", None)
         copy = self._with_bounds(property_counts(copy, path), path)
         copy = self._with_format(self._without_base(copy), path)
         if "$ref" in copy and pointed_to(self._whole, self._pointers.get(copy["$ref"], "")) is False:
@@ -381,6 +386,11 @@ def _alternatives(schema: Schema) -> list[Schema] | None:
     if not isinstance(schema, dict) or schema.keys() != {"anyOf"}:
         return None
     return [each for option in schema["anyOf"] for each in (_alternatives(option) or [option])]
+
+
+def _is_base(name: Any) -> bool:
+    """Whether references inside begin at the schema of this name; an anchor, as before 2019-09, changes nothing."""
+    return name is not None and not str(name).startswith("#")
 
 
 def _join(path: str, key: str) -> str:

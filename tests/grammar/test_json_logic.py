@@ -259,6 +259,16 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         },
         objects(a=[None, "x", 1], b=[None, "x"]),
     ),
+    # words of another draft
+    "additionalItems without effect beside prefixItems": (
+        {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False, "maxItems": 2},
+        arrays(1, "a", up_to=3),
+    ),
+    "additionalItems without effect beside items": (
+        {"type": "array", "items": {"type": "integer"}, "additionalItems": False, "maxItems": 2},
+        arrays(1, "a", up_to=3),
+    ),
+    "a schema with a name of its own": ({"anyOf": [{"$id": "x", "const": 1}, {"$id": "#y", "const": "a"}]}, SCALARS),
 }
 
 

@@ -69,6 +69,8 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
         ({"minProperties": 2, "required": ["a", "a"]}, (Refusal.UNSUPPORTED, "minProperties")),
         ({"properties": {"a": {}}, "maxProperties": 1}, (Refusal.UNSUPPORTED, "maxProperties")),
         ({"maxProperties": 1, "allOf": [{"properties": {"a": {}}}]}, (Refusal.UNSUPPORTED, "")),
+        ({"patternProperties": {"^a": {}, "b$": {"type": "null"}}}, (Refusal.UNSUPPORTED, "")),
+        ({"properties": {"a": {"$id": "b", "$ref": "#/$defs/c"}}}, (Refusal.UNSUPPORTED, "properties.a.$id")),
         ({"pattern": "(?=x)"}, (Refusal.UNSUPPORTED, "")),
         ({"items": {"pattern": "a\\"}}, (Refusal.SYNTAX, "items.pattern")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, (Refusal.UNSUPPORTED, "oneOf")),
