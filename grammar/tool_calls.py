@@ -61,7 +61,10 @@ def _call_schema(tool: Json, index: int, grammar: Grammar, limits: GrammarLimits
         parameters = {"type": "object"}
     place = Place(root=_ARGUMENTS, path=f"tools[{index}].parameters")
     arguments = rewrite(parameters, limits, place, format_as_annotation=grammar.format_as_annotation)
-    if isinstance(arguments, dict) and "type" not in arguments:
+    if isinstance(arguments, dict):  # a call has an object, also where the schema takes other values too
+        types = arguments.get("type", "object")
+        if "object" not in ([types] if isinstance(types, str) else types):
+            raise GrammarRefused(Refusal.UNSATISFIABLE, "allows no object", path=f"{place.path}.type")
         arguments = arguments | {"type": "object"}
     return {
         "type": "object",

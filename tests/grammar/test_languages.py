@@ -244,3 +244,16 @@ def test_tools_are_called_in_their_form() -> None:
     bad = json.dumps({"tools": [{"name": "f", "parameters": {"properties": {"a": {"contains": {}}}}}]})
     with pytest.raises(GrammarRefused, match=r"tools\[0\]\.parameters\.properties\.a\.contains: is not supported"):
         check_grammar(Grammar(kind=GrammarKind.TOOL_CALLS, source=bad), LIMITS)
+
+
+@pytest.mark.parametrize("schema", ['{"type": ["object", "null"]}', '{"anyOf": [{"type": "object"}, {}]}', "{}"])
+def test_a_call_has_an_object_whatever_else_its_schema_takes(schema: str) -> None:
+    tools = f'{{"tools": [{{"name": "f", "parameters": {schema}}}]}}'
+    calls = {text: f'<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call>' for text in ("{}", "null", '"a"')}
+    assert [text for text, call in calls.items() if takes(GrammarKind.TOOL_CALLS, tools, call)] == ["{}"]
+
+
+def test_a_tool_that_takes_no_object_is_refused_by_its_place() -> None:
+    source = '{"tools": [{"name": "f", "parameters": null}, {"name": "g", "parameters": {"type": "string"}}]}'
+    with pytest.raises(GrammarRefused, match=r"tools\[1\]\.parameters\.type: allows no object"):
+        check_grammar(Grammar(kind=GrammarKind.TOOL_CALLS, source=source), LIMITS)
