@@ -16,6 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.gateway.errors import MAX_VIOLATIONS, InvalidRequest, Violation
 from octavo.gateway.validation import limits
+from octavo.grammar.json_literals import has_depth
 from octavo.v1 import inference_pb2
 
 UINT32 = 2**32 - 1
@@ -125,6 +126,8 @@ def json_object(value: object) -> str | None:
         json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
         return "is not valid JSON"
+    if has_depth(parsed, limits.MAX_JSON_DEPTH):
+        return f"is nested deeper than {limits.MAX_JSON_DEPTH}"
     return None if isinstance(parsed, dict) else "must be a JSON object"
 
 

@@ -5,6 +5,7 @@ MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_REGEX_BYTES = 4096
+MAX_JSON_DEPTH = 120  # of arguments and parameters: what renders a chat calls itself for each level
 MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 4096
 MAX_OUTPUTS = 128

@@ -134,6 +134,12 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "chat.tool_choice": ([5, -1], [0, 1, 2]),
     "chat.tool_name": (["f"], [""]),
 }
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
 ELEMENTS: dict[str, tuple[list[Any], list[Any]]] = {
     "sampling.logit_bias[7]": ([-100.1, 100.1, NAN, INF, -INF], [-100, 0, 100]),
     "sampling.bad_words[0]": (["", "x" * 257, "é" * 129], ["é" * 128]),
@@ -145,12 +151,12 @@ ELEMENTS: dict[str, tuple[list[Any], list[Any]]] = {
     "chat.messages[1].tool_calls[0].id": (["x" * 257], ["", "x"]),
     "chat.messages[1].tool_calls[0].name": (["", "x" * 257], ["x"]),
     "chat.messages[1].tool_calls[0].arguments_json": (
-        ["", "x", "[]", "1", '{"x": NaN}', '{"x": "\\ud800"}', "[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000],
-        ["{}", '{"é": [1]}'],
+        ["", "x", "[]", "1", '{"x": NaN}', '{"x": "\\ud800"}', "[" * 100_000, nested(121), nested(5_000)],
+        ["{}", '{"é": [1]}', nested(120)],
     ),
     "chat.tools[0].name": (["", "x" * 257], ["x"]),
     "chat.tools[0].description": ([], ["", "x"]),
-    "chat.tools[0].parameters_json": (["x", "[]", "null", "{"], ["", "{}"]),
+    "chat.tools[0].parameters_json": (["x", "[]", "null", "{", nested(121)], ["", "{}", nested(120)]),
 }
 
 
