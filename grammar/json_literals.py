@@ -31,17 +31,16 @@ _INTEGERS = (-(2**63) + 1024, 2**63 - 1)
 _NUMBERS = (-92 * 10**17, 92 * 10**17)
 _LEAST = Decimal("1e-60")  # the library nests its expressions once a digit
 _MAX_DIVISOR = 2**32 // 10 - 1  # the library adds a digit to a remainder of it, in 32 bits
+_MAX_REMAINDERS = 100_000  # it visits all, 10 µs and a kilobyte each, but for one or two digits with zeros behind them
+_MEETING = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "dependencies", "patternProperties")
 _ENCODER = msgspec.json.Encoder(decimal_format="number")
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Characters of a regular expression that mean one of _UNWRITTEN, as such or escaped.
 _CODE = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
 _CONTROL = rf"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x{_CODE}|u00{_CODE}|[xu]\{{0*(?:{_CODE}|[0-7bBeEfF])\}}|[av])"
-_REGEX_PART = re.compile(
-    rf"(?P<control>{_CONTROL})|(?P<property>\\[pP](?:\{{[^}}]*\}}|.))|\\."
-    r"|\[(?P<negated>\^?)(?P<class>\]?(?:\\.|[^\]\\])*)\]",
-    re.DOTALL,
-)
+_PROPERTY, _BRACKETS = r"\\[pP](?:\{[^}]*\}|.)", r"\[(?P<negated>\^?)(?P<class>\]?(?:\\.|[^\]\\])*)\]"
+_REGEX_PART = re.compile(rf"(?P<control>{_CONTROL})|(?P<property>{_PROPERTY})|\\.|{_BRACKETS}", re.DOTALL)
 _IN_CLASS = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)  # a character, a class or a range
 _COUNTED = "is supported where nothing but the required properties is named, or one more of the named ones counts"
 _SET_SIGNS = "[]&~-"  # of which the library makes sets of sets
@@ -165,6 +164,7 @@ class Divisors:
 
     def __init__(self, schema: Any) -> None:
         self._most = 2**16 - 1 if mentions(schema, ("allOf", "$ref")) else _MAX_DIVISOR
+        self._may_meet = mentions(schema, _MEETING)
         self._paths: set[str] = set()
         self._multiple = 1
         self._exponent = 0
@@ -181,9 +181,12 @@ class Divisors:
         self._paths.add(path)
         shared = max(exponent, self._exponent)
         held, added = self._multiple * 10 ** (shared - self._exponent), divisor * 10 ** (shared - exponent)
-        if divisor > self._most or held * added >= 2**32 or math.lcm(held, added) > _MAX_DIVISOR:
+        multiple = math.lcm(held, added)
+        met = multiple if self._may_meet else divisor
+        is_slow = met > _MAX_REMAINDERS and len(str(met).rstrip("0")) > 2
+        if is_slow or divisor > self._most or held * added >= 2**32 or multiple > _MAX_DIVISOR:
             raise _refused(path, "is too large, alone or together with another multipleOf")
-        self._multiple, self._exponent = math.lcm(held, added), shared
+        self._multiple, self._exponent = multiple, shared
         return value
 
 

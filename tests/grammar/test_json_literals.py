@@ -235,6 +235,7 @@ def test_no_number_outside_of_its_bounds_is_taken(ends: dict[str, str], kind: st
         ('"exclusiveMinimum": true, "minimum": 3', ["3.1", "4"], ["3", "3.0"]),
         ('"multipleOf": 0.01', ["1.25", "-3", "0.1"], ["1.255"]),
         ('"multipleOf": 86400, "type": "integer"', ["86400", "0", "172800"], ["86401", "1"]),
+        ('"multipleOf": 50000000, "type": "integer"', ["50000000", "-150000000"], ["5000000", "50000001"]),
     ],
 )  # fmt: skip
 def test_numbers_are_taken_up_to_their_bounds(schema: str, inside: list[str], outside: list[str]) -> None:
@@ -259,6 +260,8 @@ def test_numbers_are_taken_up_to_their_bounds(schema: str, inside: list[str], ou
         ('{"multipleOf": -1}', "multipleOf"),
         ('{"multipleOf": 4294967295}', "multipleOf"),
         ('{"multipleOf": 0.07}', "multipleOf"),
+        ('{"type": "integer", "multipleOf": 604800}', "multipleOf"),
+        ('{"multipleOf": 997, "anyOf": [{"multipleOf": 211}]}', "anyOf[0].multipleOf"),
         ('{"multipleOf": 9007199254740993}', "multipleOf"),
         ('{"allOf": [{"multipleOf": 65521}, {"multipleOf": 65537}]}', "allOf[1].multipleOf"),
         ('{"minLength": -1}', "minLength"),
