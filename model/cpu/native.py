@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -68,6 +69,10 @@ def native_library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
+        file = _compiled(compiler)
+        with suppress(OSError, AttributeError):
+            return _load(file)
+        file.unlink()  # the machine stopped before all of it was on disk
         return _load(_compiled(compiler))
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None

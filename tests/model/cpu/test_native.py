@@ -54,6 +54,17 @@ def test_it_is_compiled_once(forgotten: Path) -> None:
 
 
 @pytest.mark.skipif(native.shutil.which("cc") is None, reason="no C compiler here")
+def test_a_file_that_is_not_whole_is_compiled_again(forgotten: Path) -> None:
+    compiler = native._compiler()
+    assert compiler is not None
+    forgotten.mkdir(parents=True, mode=0o700)
+    torn = forgotten / f"kernels-{native._fingerprint(compiler)}.so"
+    torn.write_bytes(b"\x7fELF" + bytes(60))
+    assert native.native_library() is not None
+    assert torn.stat().st_size > 64
+
+
+@pytest.mark.skipif(native.shutil.which("cc") is None, reason="no C compiler here")
 def test_where_there_are_kernels_none_are_missing(forgotten: Path) -> None:
     assert native.why_missing() is None
 
