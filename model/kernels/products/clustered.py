@@ -202,8 +202,8 @@ def _launch(
     is_possible = weight_OK.is_cuda and _is_possible(weight_OK.device)
     if not is_possible or x_TK.element_size() != 2 or K % BLOCK or O % 8:
         raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
-    if BLOCK * cut.splits > K:
-        raise ValueError(f"{K} inputs are fewer blocks than {cut} has splits")
+    if BLOCK * cut.splits > K or (is_gate and cut.splits > 1):
+        raise ValueError(f"{cut} has too many splits for {K} inputs{', of gate and up' * is_gate}")
     kernel = clustered_product_kernel(cut, then, dtype == torch.float16)
     if is_compiling():
         kernel.begin_compiling()
