@@ -1,6 +1,7 @@
 """`octavo verify`: a checkpoint as a worker serves it, and a service that runs, against transformers, as a table."""
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -233,6 +234,8 @@ def _serve(served: Served, folder: Path, prompts: list[list[int]], max_new_token
 
 def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit: float | None, num_prompts: int) -> int:
     """Run prompts and name the first bad layer; the exit code is 1 where there is one."""
+    if limit is not None and not 0 < limit < math.inf:
+        raise usage("bad value for --limit", f"--limit is {limit:g}", "give a number above 0")
     console = Console()
     folder = resolve_checkpoint(name, revision=revision)
     with console.status(f"watching every activation of {escape(str(folder))}"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from octavo.cli.errors import CliError
 from octavo.cli.tools.verify import check_numerics
 from tests.support.model.checkpoints import write_tiny_checkpoint
 
@@ -26,3 +27,10 @@ def test_the_first_layer_beyond_the_limit_is_named(tmp_path: Path, capsys: pytes
     assert look(tmp_path) == 1
     assert "layers.1.mlp.down_proj: output is over the limit" in capsys.readouterr().out
     assert look(tmp_path, limit=1e20) == 0
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_limit_that_nothing_is_within_or_beyond_is_refused(limit: float, tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="--limit") as refused:
+        look(tmp_path, limit=limit)
+    assert refused.value.exit_code == 2
