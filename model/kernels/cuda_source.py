@@ -147,15 +147,21 @@ def run_compiler(source: str, arch: str, *more: str) -> tuple[bytes, str]:
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     options = [option.encode() for option in (*_OPTIONS, f"-arch={arch}", *more)]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    told = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    told = _room(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
     _checked(nvrtc.nvrtcGetProgramLog(program, told))
     text = told.decode(errors="replace").strip("\0 \n")
     if error.value:
         raise CudaError(f"the compiler says: {text}")
-    image = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    num_bytes = _checked(nvrtc.nvrtcGetCUBINSize(program))
+    image = _room(num_bytes)
     _checked(nvrtc.nvrtcGetCUBIN(program, image))
     nvrtc.nvrtcDestroyProgram(program)
-    return image, text
+    return image[:num_bytes], text
+
+
+def _room(num_bytes: int) -> bytes:
+    """Bytes that may be written over: of a single one Python has an object that all share, an empty log's."""
+    return bytes(num_bytes + 1)
 
 
 @cache

@@ -127,6 +127,7 @@ def test_a_kernel_is_compiled_once(tmp_path: object, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = 'extern "C" __global__ void nothing() {}'
     image = cuda_source.compile_source(source, "sm_90a")
+    assert [bytes([number])[0] for number in range(256)] == [*range(256)], "the compiler wrote where all read"
     monkeypatch.setattr(cuda_source, "run_compiler", lambda *arguments: pytest.fail("it is on disk"))
     assert cuda_source.compile_source(source, "sm_90a") == image
 
