@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import structlog
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.rpc.status import REASON_TRAILER
 
+log = structlog.get_logger(__name__)
 _CREDENTIALS = ("authorization", "x-api-key")  # what of a request's headers a call gets to see
 _C = grpc.StatusCode
 _HTTP: dict[grpc.StatusCode, int] = {
@@ -107,8 +109,12 @@ def plain(message: Message) -> dict[str, Any]:
 
 async def _run(behaviour: Callable[..., Any], context: "_Context") -> None:
     """Cancelled only where the browser has left: then no caller waits for the end."""
-    with contextlib.suppress(grpc.aio.AbortError):  # the context has its status
-        await behaviour(None, context)
+    try:
+        with contextlib.suppress(grpc.aio.AbortError):  # the context has its status
+            await behaviour(None, context)
+    except Exception as error:  # of what stands around the handler, whose own have a status
+        log.error("defect", exc_info=error)
+        context.failure = CallFailed(_C.INTERNAL, "internal error; the server's log has it")
     await context.messages.put(None)
 
 
@@ -129,6 +135,9 @@ class _Context:
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         return self._metadata
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
 
     def peer_identities(self) -> None:
         return None

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from google.protobuf.json_format import MessageToDict
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, Exposure, PageConfig
 from octavo.gateway.page import server
-from octavo.gateway.page.calls import plain
+from octavo.gateway.page.calls import CallFailed, Method, plain
 from octavo.gateway.rpc.addresses import AddressError, BindError
 from octavo.v1 import load_pb2
 from tests.support.gateway.fake_pool import FakePool
@@ -347,3 +348,18 @@ async def test_it_leaves_this_host_only_when_that_is_asked_for_in_plain_words(se
             pass
     async with serve(page=PageConfig(host="0.0.0.0", port=0), exposure=Exposure.INSECURE) as served:
         assert served.gateway.page_url
+
+
+async def test_what_fails_around_a_handler_ends_the_call() -> None:
+    async def behaviour(request: Any, context: Any) -> None:
+        raise RuntimeError("not of the handler")
+
+    async def intercept_service(continuation: Any, details: Any) -> Any:
+        return SimpleNamespace(stream_stream=behaviour)
+
+    interceptor: Any = SimpleNamespace(intercept_service=intercept_service)
+    method = Method(WATCH, load_pb2.WatchLoadRequest, behaviour, interceptor)
+    with pytest.raises(CallFailed) as failed:
+        async with asyncio.timeout(10):
+            _ = [message async for message in method.call(b"", (), "somebody")]
+    assert failed.value.http_status == 500
