@@ -2,8 +2,8 @@
 
 Touches what code asks for the date (`time.time`, `time.time_ns`, `datetime.now`); monotonic clocks and those of native
 libraries go on as they are. gRPC turns a monotonic deadline into a date natively when a call comes, and what remains of
-it back with `time.time` at once, in the servicer's name: on a machine whose clock was set both have the same clock, so
-here that second half is left alone too.
+it back with `time.time` at once, in the interceptor's name: on a machine whose clock was set both have the same clock,
+so here that second half is left alone too.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def follow(file: Path) -> None:
             return cls.now(datetime.UTC).replace(tzinfo=None)
 
     def now_s() -> float:
-        is_grpc = sys._getframe(1).f_globals.get("__name__", "").startswith("octavo.gateway.servicers")
+        is_grpc = sys._getframe(1).f_globals.get("__name__", "").startswith("octavo.gateway.rpc.interceptor")
         return _REAL_S() + (0.0 if is_grpc else offset_s())
 
     time.time = now_s
