@@ -78,8 +78,7 @@ class Service:
 
     def stream(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncTextStream:
         """A request that begins."""
-        call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
-        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
+        return AsyncTextStream(self._generate(request, metadata), num_outputs=request.num_outputs or 1)
 
     def prompt_alone(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncTextStream:
         """A request for no tokens that begins: its outputs have the prompt, where they echo it, and nothing else."""
@@ -93,10 +92,15 @@ class Service:
             ids, model = started.prompt_token_ids, started.model
             return await self.text_of(ids, model, metadata, skip_special_tokens=is_visible)
 
-        call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
         num_outputs = request.num_outputs or 1
-        alone = _WithoutTokens(call, num_outputs, echo if has_echo else None)
+        alone = _WithoutTokens(self._generate(request, metadata), num_outputs, echo if has_echo else None)
         return AsyncTextStream(alone, num_outputs=num_outputs)
+
+    def _generate(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncStreamCall:
+        call: AsyncStreamCall = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(
+            request, metadata=metadata
+        )
+        return call
 
     async def models(self, metadata: Metadata) -> list[model_pb2.ModelInfo]:
         """What is served. Raises OctavoError."""
