@@ -23,9 +23,9 @@ from octavo.model.kernels.products.clustered import (
     gate_up_cut,
     split_cut,
 )
+from octavo.model.kernels.products.hopper import BLOCK, MULTIPROCESSORS
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.kernels.products.overlapping import (
-    BLOCK,
     OverlappingCut,
     fits,
     overlapping_add_product,
@@ -45,8 +45,8 @@ MOST_STAGES = 8
 WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, TRIPLE_BYTES = 196_608, 172_032, 114_688, 65_536
 """Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
 it can; of one of a small matrix, which is there whole and leaves room to the successor; of one of a pair; of three."""
-MULTIPROCESSORS, SHARED_BYTES, BYTES_BESIDE = 132, 233_472, 1_280
-"""Of an H100 and an H200; shared memory of each, and what a program takes beside its stages."""
+SHARED_BYTES, BYTES_BESIDE = 233_472, 1_280
+"""Shared memory of a multiprocessor, and what a program takes beside its stages."""
 LEAST_LIMITED, MOST_AT_ONCE, LEAST_STAGES = 32, 3, 3
 """From so many rows on, where a multiprocessor's share of a product is at most so many programs and each has so many
 stages then, it has room for all of them at once: those of a second turn would fetch nothing meanwhile."""

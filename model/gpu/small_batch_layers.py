@@ -15,12 +15,12 @@ import torch
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.config import ModelConfig
 from octavo.model.gpu.layers import SumsInPlace
-from octavo.model.gpu.overlapping_layers import MULTIPROCESSORS
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.checks import next_power_of_2
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products.hopper import MULTIPROCESSORS
 from octavo.model.kernels.small_batch.attention import (
     MAX_SPLITS,
     AttentionCut,

@@ -3,7 +3,15 @@
 Must not know: any particular kernel.
 """
 
+from functools import cache
+
 import torch
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has Hopper's instructions, which later devices have not."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, *, shape: tuple[int | None, ...], dtype: torch.dtype) -> None:

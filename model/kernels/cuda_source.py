@@ -32,6 +32,7 @@ class CudaError(RuntimeError):
     """What the driver or the compiler says."""
 
 
+@cache
 def has_compiler() -> bool:
     """Whether there is a compiler, and what talks to it and to the driver."""
     if find_spec("cuda") is None:

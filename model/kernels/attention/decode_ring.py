@@ -9,7 +9,6 @@ Legend: as in model/kernels/attention/decode.py.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.model.kernels.checks import next_power_of_2
+from octavo.model.kernels.checks import is_hopper, next_power_of_2
 from octavo.model.kernels.gluon import KNOWN_VERSIONS, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
@@ -57,13 +56,8 @@ def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -
         and H in (RINGS if k_pool_PKSH.dtype == qkv_BC.dtype else SMALL_RINGS)
         and num_heads // K <= GROUP
         and triton.__version__.startswith(KNOWN_VERSIONS)
-        and _is_hopper(qkv_BC.device)
+        and is_hopper(qkv_BC.device)
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> dict[str, Any]:

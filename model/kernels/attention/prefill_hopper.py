@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.model.kernels.attention.kept_maxima import KEYS, QUERIES
 from octavo.model.kernels.attention.warp_groups import COLUMNS, SMEM, SMEM_OF_QUERIES, attend_kernel
+from octavo.model.kernels.checks import is_hopper
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.precompile import is_compiling
@@ -62,13 +63,8 @@ def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
         and S >= LEAST_BLOCK
         and S & (S - 1) == 0
         and triton.__version__.startswith(KNOWN_VERSIONS)
-        and _is_hopper(q_TNH.device)
+        and is_hopper(q_TNH.device)
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

@@ -19,7 +19,6 @@ Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. 
 """
 
 import ctypes
-import warnings
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -32,11 +31,10 @@ from octavo.model.kernels.checks import check_tensor
 from octavo.model.kernels.cuda_source import CudaKernel, TensorMap, has_compiler
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.precompile import is_compiling
+from octavo.model.kernels.products.hopper import BLOCK, MULTIPROCESSORS, ProductTrial, takes
 
-BLOCK, ROW_BYTES = 64, 128
-"""Inputs of a block, and their bytes."""
-HOPPER = (9, 0)
-MULTIPROCESSORS = 132
+ROW_BYTES = 128
+"""Of a block of inputs."""
 SHARED_BYTES, BYTES_BESIDE = 232_448, 2_048
 """Of a program at most, and what it takes beside its stages."""
 MOST_STAGES = 8
@@ -120,36 +118,18 @@ def _stages(tokens: int, outputs: int) -> int:
     return min(MOST_STAGES, (SHARED_BYTES - BYTES_BESIDE) // ((tokens + outputs) * ROW_BYTES))
 
 
-def fits_clustered(*weights_OK: torch.Tensor) -> bool:
-    """Whether there are products with these matrices on their device: 16-bit numbers in whole blocks of inputs, and
-    what the kernel is made of."""
-    return all(
-        each.is_cuda and each.element_size() == 2 and each.shape[-1] % BLOCK == 0 and _works_on(each.device)
-        for each in weights_OK
-    )
+def fits_clustered(weight_OK: torch.Tensor) -> bool:
+    """Whether there are products with this matrix on its device, a compiler for the kernel, and it works there; while
+    kernels are compiled only, it may."""
+    return takes(weight_OK) and has_compiler() and (is_compiling() or _TRIAL.passes(weight_OK.device))
 
 
-@cache
-def _is_possible(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == HOPPER and has_compiler()
+def _multiply(y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor) -> None:
+    cut = ClusteredCut(tokens=128, outputs=48, stages=3, splits=2)
+    clustered_product(y_TK, weight_OK, out_TO, cut=cut, overlap=Overlap.DEPENDENT)
 
 
-def _works_on(device: torch.device) -> bool:
-    """Whether the kernel multiplies on the device; while kernels are compiled only, it may."""
-    return _is_possible(device) and (is_compiling() or _passes_trial(device))
-
-
-@cache
-def _passes_trial(device: torch.device) -> bool:
-    """Without it the library's products are left, which are only slower."""
-    y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
-    cut, out = ClusteredCut(tokens=128, outputs=48, stages=3, splits=2), y.new_empty(3, 96)
-    try:
-        clustered_product(y, weight, out, cut=cut, overlap=Overlap.DEPENDENT)
-        return torch.equal(out, (y.float() @ weight.float().T).bfloat16())
-    except Exception as error:  # whatever the compiler or the driver raises
-        warnings.warn(f"steps do without products in clusters, whose kernel failed: {error!r}", stacklevel=2)
-        return False
+_TRIAL = ProductTrial("products in clusters", _multiply)
 
 
 def clustered_product(
@@ -199,8 +179,7 @@ def _launch(
     check_tensor("x_TK", x_TK, shape=(T, K), dtype=dtype)
     check_tensor("weight_OK", weight_OK, shape=(2 * O if is_gate else O, K), dtype=dtype)
     check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
-    is_possible = weight_OK.is_cuda and _is_possible(weight_OK.device)
-    if not is_possible or x_TK.element_size() != 2 or K % BLOCK or O % 8:
+    if not takes(weight_OK) or O % 8:
         raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
     if BLOCK * cut.splits > K or (is_gate and cut.splits > 1):
         raise ValueError(f"{cut} has too many splits for {K} inputs{', of gate and up' * is_gate}")

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.model.kernels.checks import check_tensor
+from octavo.model.kernels.checks import check_tensor, is_hopper
 
 LEAST_TOKENS = 1024
 """From here on it beats a library's product and `silu_mul`, for every shape that was measured (bench/RESULTS.md)."""
@@ -61,7 +61,7 @@ def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
         and gate_up_ED.is_cuda
         and gate_up_ED.element_size() == 2
         and TILES.fit(gate_up_ED)
-        and torch.cuda.get_device_capability(gate_up_ED.device) == (9, 0)
+        and is_hopper(gate_up_ED.device)
     )
 
 

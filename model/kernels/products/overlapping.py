@@ -21,24 +21,19 @@ products for every other device, and for triton's interpreter.
 Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
 """
 
-import warnings
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
 from octavo.model.kernels.checks import check_tensor
 from octavo.model.kernels.overlap import Overlap
-from octavo.model.kernels.precompile import is_compiling
+from octavo.model.kernels.products.hopper import BLOCK, ProductTrial, takes
 from octavo.model.kernels.products.split_k import SplitKRoom
 
-BLOCK = 64
-"""Inputs of a block: what a matrix has whole ones of."""
 PUT, ADD, GATE, SCALED_GATE = 0, 1, 2, 3
 """What becomes of the sums: written, added to what is there, or made gate and up's activation, with the norm's scale
 computed on the way or before."""
 SCALED_TOKENS, SCALE_WARPS = 16, 4
-HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,53 +66,20 @@ class OverlappingCut:
         return self.num_tiles(num_tokens, num_outputs) * self.splits * self.outputs * self.tokens
 
 
-def fits(*weights_OK: torch.Tensor) -> bool:
-    """Whether there are products with these matrices on their device: 16-bit numbers in whole blocks of inputs, and the
-    instructions that the kernel is made of."""
-    return all(
-        each.is_cuda and each.element_size() == 2 and each.shape[-1] % BLOCK == 0 and _works_on(each.device)
-        for each in weights_OK
-    )
+def fits(weight_OK: torch.Tensor) -> bool:
+    """Whether there are products with this matrix on its device, and the kernel works there."""
+    return takes(weight_OK) and _TRIAL.passes(weight_OK.device)
 
 
-def _works_on(device: torch.device) -> bool:
-    """Whether the kernel compiles for the device and multiplies there; while kernels are compiled only, it may."""
-    if not _is_hopper(device):
-        return False
-    if is_compiling():
-        _compile_trial(device)
-        return True
-    return _passes_trial(device)
+def _multiply(y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor) -> None:
+    T, O = out_TO.shape
+    cut = OverlappingCut(blocks=1, splits=2, stages=2)
+    elements, tiles = cut.part_elements(T, O), cut.num_tiles(T, O)
+    room = SplitKRoom.allocate(num_elements=elements, num_tiles=tiles, device=out_TO.device)
+    _enqueue(y_TK, weight_OK, out_TO, room, cut, Overlap.DEPENDENT, then=PUT)
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == HOPPER
-
-
-@cache
-def _compile_trial(device: torch.device) -> None:
-    _multiply(device)
-
-
-@cache
-def _passes_trial(device: torch.device) -> bool:
-    """Gluon is experimental: without it the other ways through a layer are left, which are only slower."""
-    try:
-        out, expected = _multiply(device)
-        return torch.equal(out, expected)
-    except Exception as error:  # whatever the compiler raises
-        warnings.warn(f"steps do without products that overlap, whose kernel failed: {error!r}", stacklevel=2)
-        return False
-
-
-def _multiply(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A small product, and what it must be."""
-    y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
-    cut, out = OverlappingCut(blocks=1, splits=2, stages=2), y.new_empty(3, 96)
-    room = SplitKRoom.allocate(num_elements=cut.part_elements(3, 96), num_tiles=cut.num_tiles(3, 96), device=device)
-    _enqueue(y, weight, out, room, cut, Overlap.DEPENDENT, then=PUT)
-    return out, (y.float() @ weight.float().T).bfloat16()
+_TRIAL = ProductTrial("products that overlap", _multiply)
 
 
 def _launch(

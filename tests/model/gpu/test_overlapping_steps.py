@@ -21,8 +21,8 @@ from octavo.model.gpu.overlapping_layers import (
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.kernels.products.hopper import BLOCK
 from octavo.model.kernels.products.invariant import Splits
-from octavo.model.kernels.products.overlapping import BLOCK
 from octavo.model.parallel import config_of_rank
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -194,4 +194,4 @@ def test_a_device_that_has_them_passes_the_trial() -> None:
     assert fits_clustered(draw(64, 128))
     assert not fits_clustered(draw(64, 96))
     assert not fits_clustered(draw(64, 128).float())
-    assert clustered._passes_trial(torch.device("cuda", torch.cuda.current_device()))
+    assert clustered._TRIAL.passes(torch.device("cuda", torch.cuda.current_device()))

@@ -35,7 +35,8 @@ from octavo.model.gpu import autotune
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels import precompile
 from octavo.model.kernels.cuda_source import CudaKernel
-from octavo.model.kernels.products import clustered, overlapping
+from octavo.model.kernels.products import clustered
+from octavo.model.kernels.products.hopper import ProductTrial
 from octavo.model.layers.linear import WeightFormat
 from octavo.worker.config import Deterministic
 from octavo.worker.loading.compilers import CompilerProcesses
@@ -139,9 +140,9 @@ def pretend(
         (torch, "_scaled_mm", lambda a, b, *rest, out=None, **named: out if out is not None else product(a, b)),
         (torch.Tensor, "__matmul__", product),
         (torch.Tensor, "addmm_", lambda tensor, a, b: tensor),
-        (overlapping, "_passes_trial", lambda device: overlapping._multiply(device) is not None),
+        (ProductTrial, "_try", lambda trial, device: trial.run(device) is not None),
+        (clustered._TRIAL, "_try", lambda device: True),
         (clustered, "has_compiler", lambda: True),
-        (clustered, "_passes_trial", lambda device: True),
         (clustered, "TensorMap", lambda *arguments: None),
         (CudaKernel, "begin_compiling", note_cuda),
         (CudaKernel, "launch", note_cuda),
