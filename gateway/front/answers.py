@@ -96,11 +96,15 @@ def completion_logprobs(
     return {
         "tokens": [position.chosen.text for position in positions],
         "token_logprobs": [position.chosen.logprob for position in positions],
-        "top_logprobs": [_by_text(position.top) for position in positions],
+        "top_logprobs": [_by_text(position) for position in positions],
         "text_offset": [offsets.next(position.chosen, has_special=has_special) for position in positions],
     }
 
 
-def _by_text(tokens: Sequence[inference_pb2.TokenLogprob]) -> dict[str, float]:
-    """tokens: best first. Several may have one text (U+FFFD, for parts of characters), which then is the best one's."""
-    return {token.text: token.logprob for token in reversed(tokens)}
+def _by_text(position: inference_pb2.TokenLogprobs) -> dict[str, float]:
+    """The most probable tokens, best first, and the chosen one, which need not be among them. Several may have one text
+    (U+FFFD, for parts of characters), which then is the best one's."""
+    known = dict[str, float]()
+    for token in (*position.top, position.chosen):
+        known.setdefault(token.text, token.logprob)
+    return known

@@ -38,6 +38,17 @@ def test_of_tokens_with_one_text_the_most_probable_one_is_told() -> None:
     assert completion_logprobs([position], TextOffsets())["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.0}]
 
 
+def test_the_chosen_token_is_told_beside_the_most_probable_ones() -> None:
+    """As OpenAI has it: the map has one entry more than was asked for where something else was drawn."""
+    top = [pb.TokenLogprob(text="a", logprob=-0.5), pb.TokenLogprob(text="b", logprob=-1.5)]
+    drawn = pb.TokenLogprobs(chosen=pb.TokenLogprob(text="c", logprob=-7.0), top=top)
+    alone = pb.TokenLogprobs(chosen=top[1])
+    told = completion_logprobs([drawn, pb.TokenLogprobs(chosen=top[1], top=top), alone], TextOffsets())["top_logprobs"]
+    assert [list(each.items()) for each in told] == [
+        [("a", -0.5), ("b", -1.5), ("c", -7.0)], [("a", -0.5), ("b", -1.5)], [("b", -1.5)],
+    ]  # fmt: skip
+
+
 def part(raw: bytes) -> pb.TokenLogprobs:
     """A token of these bytes, as gateways tell it."""
     text = raw.decode("utf-8", "replace")
