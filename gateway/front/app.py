@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -45,7 +46,7 @@ T = TypeVar("T")
 Chunks = AsyncIterator[dict[str, Any]]
 _BROWSERS = {b"origin", b"sec-fetch-site"}
 _CLOSED = 499  # the caller left: this status is not read
-RETRY_AFTER_S = "1"
+RETRY_AFTER_S = 1.0  # where the service does not say
 BODY_TIMEOUT_S = 60.0
 
 
@@ -338,7 +339,8 @@ def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, OctavoError):
         # OpenAI's clients repeat what failed with 409, 429 and 5xx unless this says otherwise.
         is_for_later = error.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
-        headers |= {"retry-after": RETRY_AFTER_S} if is_for_later else {"x-should-retry": "false"}
+        wait_s = math.ceil(error.retry_after_s or RETRY_AFTER_S)
+        headers |= {"retry-after": str(wait_s)} if is_for_later else {"x-should-retry": "false"}
         headers |= {"x-request-id": error.request_id} if error.request_id else {}
     return JSONResponse(told.body(), status_code=told.status, headers=headers)
 

@@ -12,11 +12,13 @@ import grpc
 from octavo.client.aio import AsyncTextStream
 from octavo.client.errors import OctavoError, error_from
 from octavo.client.events import AsyncStreamCall, OutputSoFar
-from octavo.client.options import open_aio_channel
+from octavo.client.options import open_aio_channel, service_config
 from octavo.gateway.front.errors import ApiError, word_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 EMBED_BATCH = 256  # inputs that one call takes
+# What has no room is for the callers to repeat, who are told when: a tenant's limit may ask for a wait of minutes.
+_CHANNEL_OPTIONS = (("grpc.service_config", service_config("UNAVAILABLE")),)
 Metadata = tuple[tuple[str, str], ...] | None
 
 
@@ -69,7 +71,7 @@ class Service:
     """Channels to every gateway, taken in turns. Make and close it on one event loop."""
 
     def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._channels = [open_aio_channel(target, credentials) for target in targets]
+        self._channels = [open_aio_channel(target, credentials, _CHANNEL_OPTIONS) for target in targets]
         self._turns = cycle(self._channels)
 
     async def close(self) -> None:

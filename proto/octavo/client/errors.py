@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 REASON_TRAILER = "x-error-reason"
 REQUEST_ID_TRAILER = "x-request-id"
 TOKENS_DELIVERED_TRAILER = "x-tokens-delivered"
+RETRY_AFTER_TRAILER = "grpc-retry-pushback-ms"
 STATUS_DETAILS_TRAILER = "grpc-status-details-bin"
 
 
@@ -37,7 +38,8 @@ class OctavoError(Exception):
     code: the gRPC status. reason: name of `octavo.v1.ErrorReason` without its prefix, "" where the status comes from
     the gRPC library or the network. request_id: as the server knows the request, "" where it does not.
     tokens_delivered: tokens that were sent before the end; 0 means that a retry repeats nothing.
-    violations: the fields that were refused.
+    violations: the fields that were refused. retry_after_s: after which the server asks to be tried again, None where
+    it does not.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class OctavoError(Exception):
         request_id: str = "",
         tokens_delivered: int = 0,
         violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -57,6 +60,7 @@ class OctavoError(Exception):
         self.request_id = request_id
         self.tokens_delivered = tokens_delivered
         self.violations = violations
+        self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
         return f"{self.message} ({self.reason or self.code.name})"
@@ -115,7 +119,7 @@ def error_from(call: FailedCall) -> OctavoError:
     """The error to raise for a failed call."""
     code = call.code()
     trailers = dict(call.trailing_metadata() or ())
-    delivered = _text(trailers.get(TOKENS_DELIVERED_TRAILER))
+    delivered, wait_ms = (_text(trailers.get(name)) for name in (TOKENS_DELIVERED_TRAILER, RETRY_AFTER_TRAILER))
     return _CLASSES.get(code, ServerFault)(
         call.details() or code.name,
         code=code,
@@ -123,6 +127,7 @@ def error_from(call: FailedCall) -> OctavoError:
         request_id=_text(trailers.get(REQUEST_ID_TRAILER)),
         tokens_delivered=int(delivered) if delivered.isdecimal() else 0,
         violations=_violations(trailers.get(STATUS_DETAILS_TRAILER)),
+        retry_after_s=int(wait_ms) / 1000 if wait_ms.isdecimal() else None,
     )
 
 

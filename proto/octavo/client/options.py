@@ -13,24 +13,23 @@ from pathlib import Path
 import grpc
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-_RETRY = {
-    "maxAttempts": 4,
-    "initialBackoff": "0.1s",
-    "maxBackoff": "2s",
-    "backoffMultiplier": 2,
-    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-}
 
-_CONFIG: dict[str, object] = {
-    "methodConfig": [
-        {
-            "name": [{"service": "octavo.v1.InferenceService"}, {"service": "octavo.v1.ModelService"}],
-            "retryPolicy": _RETRY,
-        }
-    ]
-}
-SERVICE_CONFIG = json.dumps(_CONFIG)
-_IN_TURNS = json.dumps(_CONFIG | {"loadBalancingConfig": [{"round_robin": {}}]})
+
+def service_config(*statuses: str, **others: object) -> str:
+    """Refusals with these statuses are retried. others: of the service config besides."""
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "2s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": statuses,
+    }
+    services = [{"service": "octavo.v1.InferenceService"}, {"service": "octavo.v1.ModelService"}]
+    return json.dumps({"methodConfig": [{"name": services, "retryPolicy": policy}]} | others)
+
+
+SERVICE_CONFIG = service_config("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+_IN_TURNS = service_config("UNAVAILABLE", "RESOURCE_EXHAUSTED", loadBalancingConfig=[{"round_robin": {}}])
 
 CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", SERVICE_CONFIG),

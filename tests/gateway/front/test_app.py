@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
+from octavo.gateway.errors import TenantLimit
 from octavo.gateway.front.app import make_app
 from octavo.gateway.text.model_text import ModelText
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
@@ -143,6 +144,17 @@ async def test_clients_are_told_whether_to_repeat_what_failed(
             answer = await fronted.ask("/v1/completions", {"prompt": "Hello", "stream": stream})
             told = {name: answer.headers[name] for name in ("x-should-retry", "retry-after") if name in answer.headers}
             assert (answer.status, told) == (status, dict([header]))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_who_has_to_wait_is_told_at_once_how_long(front: Callable[..., Any], path: str) -> None:
+    """The front waited itself, three times, and said one second then."""
+    pool = FakePool(refuse=[TenantLimit("too many", retry_after_ms=41_100)])
+    async with front(pool) as fronted:
+        async with asyncio.timeout(20):
+            answer = await fronted.ask(path, {"prompt": "Hello"} if path == "/v1/completions" else {"input": "Hello"})
+    assert (answer.status, answer.headers["retry-after"]) == (429, "42")
+    assert answer.json["error"]["code"] == "rate_limit_exceeded"
 
 
 @pytest.mark.parametrize("stream", [True, False])
