@@ -27,7 +27,7 @@ from octavo.client.embeddings import EmbedFields, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.options import call_metadata
 from octavo.client.requests import generate_request
-from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, refusing
+from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, refusing, room_for
 from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
 from octavo.gateway.front.completions import (
     EchoedPrompt,
@@ -134,7 +134,8 @@ class _Front:
                 generate_request(**{**fields, "request_id": each}) for fields, each in zip(given, ids, strict=True)
             ]
         begin = self.service.prompt_alone if body.max_tokens == 0 else self.service.stream
-        streams = [begin(each, metadata) for each in wanted]
+        room = room_for(body.n or 1)
+        streams = [begin(each, metadata, room) for each in wanted]
         has_logprobs = body.logprobs is not None
         has_special = body.skip_special_tokens is False
         echoed = None

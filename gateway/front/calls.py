@@ -19,7 +19,15 @@ from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_gr
 EMBED_BATCH = 256  # inputs that one call takes
 # What has no room is for the callers to repeat, who are told when: a tenant's limit may ask for a wait of minutes.
 _CHANNEL_OPTIONS = (("grpc.service_config", service_config("UNAVAILABLE")),)
+OUTPUTS_AT_ONCE = 512  # of one body; a worker that is told nothing else runs 256 and queues 1,024
 Metadata = tuple[tuple[str, str], ...] | None
+Room = asyncio.Semaphore | None
+"""How many of several requests run at once; None: no others."""
+
+
+def room_for(num_outputs: int) -> Room:
+    """For the requests of one body, each with so many outputs."""
+    return asyncio.Semaphore(max(1, OUTPUTS_AT_ONCE // num_outputs))
 
 
 @contextmanager
@@ -31,6 +39,25 @@ def refusing(given: Collection[str]) -> Iterator[None]:
         field, _, why = str(error).partition(": ")
         param = word_of(field, given)
         raise ApiError(400, f"the request cannot be made: {param}: {why}", param=param) from None
+
+
+class _InTurn:
+    """An AsyncStreamCall that begins when there is room for it among others."""
+
+    def __init__(self, room: asyncio.Semaphore, begin: Callable[[], AsyncStreamCall]) -> None:
+        self._room = room
+        self._begin = begin
+        self._call: AsyncStreamCall | None = None
+
+    def cancel(self) -> bool:
+        """As of any call; one that has not begun is waited for by nobody then."""
+        return self._call is not None and self._call.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        async with self._room:
+            self._call = self._begin()
+            async for response in self._call:
+                yield response
 
 
 class _WithoutTokens:
@@ -78,11 +105,13 @@ class Service:
         """What is in flight ends."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
-    def stream(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncTextStream:
-        """A request that begins."""
-        return AsyncTextStream(self._generate(request, metadata), num_outputs=request.num_outputs or 1)
+    def stream(self, request: inference_pb2.GenerateRequest, metadata: Metadata, room: Room = None) -> AsyncTextStream:
+        """A request that begins, where there is room."""
+        return AsyncTextStream(self._generate(request, metadata, room), num_outputs=request.num_outputs or 1)
 
-    def prompt_alone(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncTextStream:
+    def prompt_alone(
+        self, request: inference_pb2.GenerateRequest, metadata: Metadata, room: Room = None
+    ) -> AsyncTextStream:
         """A request for no tokens that begins: its outputs have the prompt, where they echo it, and nothing else."""
         output, is_text = request.output, request.HasField("text")
         has_echo, output.echo, output.return_prompt, request.stop.max_tokens = output.echo, False, True, 1
@@ -95,14 +124,16 @@ class Service:
             return await self.text_of(ids, model, metadata, skip_special_tokens=is_visible)
 
         num_outputs = request.num_outputs or 1
-        alone = _WithoutTokens(self._generate(request, metadata), num_outputs, echo if has_echo else None)
+        alone = _WithoutTokens(self._generate(request, metadata, room), num_outputs, echo if has_echo else None)
         return AsyncTextStream(alone, num_outputs=num_outputs)
 
-    def _generate(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> AsyncStreamCall:
-        call: AsyncStreamCall = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(
-            request, metadata=metadata
-        )
-        return call
+    def _generate(self, request: inference_pb2.GenerateRequest, metadata: Metadata, room: Room) -> AsyncStreamCall:
+        def begin() -> AsyncStreamCall:
+            stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
+            call: AsyncStreamCall = stub.Generate(request, metadata=metadata)
+            return call
+
+        return begin() if room is None else _InTurn(room, begin)
 
     async def models(self, metadata: Metadata) -> list[model_pb2.ModelInfo]:
         """What is served. Raises OctavoError."""

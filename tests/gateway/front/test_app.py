@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from octavo.gateway.errors import TenantLimit
+from octavo.gateway.front import calls
 from octavo.gateway.front.app import make_app
 from octavo.gateway.text.model_text import ModelText
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
@@ -177,6 +178,34 @@ async def test_of_several_prompts_the_one_that_is_wrong_is_named(
     told = answer.json["error"]
     assert (answer.status, told["param"]) == (400, param)
     assert told["message"].startswith(f"{param}: ") or len(prompt) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("n", "most"), [(1, 4), (2, 2), (5, 1)])
+async def test_of_many_prompts_so_many_run_at_once_as_a_worker_takes(
+    front: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, n: int, most: int, stream: bool
+) -> None:
+    """More than a worker runs and queues were refused whenever they were asked for."""
+    monkeypatch.setattr(calls, "OUTPUTS_AT_ONCE", 4)
+    seen, open_ids = list[int](), set[str]()
+
+    def speak(run: FakeRun) -> None:
+        open_ids.add(run.request.request_id)
+        seen.append(len(open_ids))
+
+        def end() -> None:
+            run.tokens([70])
+            run.finish(WireFinishReason.LENGTH)
+            open_ids.discard(run.request.request_id)
+
+        asyncio.get_running_loop().call_later(0.02, end)
+
+    async with front(FakePool(on_run=speak)) as fronted:
+        body = {"prompt": [f"Hello {number}" for number in range(9)], "n": n, "max_tokens": 1, "stream": stream}
+        answer = await fronted.ask("/v1/completions", body)
+    choices = [each["choices"][0] for each in answer.events[:-1]] if stream else answer.json["choices"]
+    assert {each["index"] for each in choices} == set(range(9 * n))
+    assert max(seen) == most
 
 
 # ---------------------------------------------------------------- where tokens begin
