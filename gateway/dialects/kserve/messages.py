@@ -40,9 +40,14 @@ class Responses:
         """Tensors with an element for each output, in their order."""
         for index, each in enumerate(news):
             self._cumulative_logprobs[index] += sum(position.logprob for _, position in each.piece.logprobs)
-        response = empty_response(self._asked)
+        response = self.empty()
         add_outputs(response, [self._tensor(name, news) for name in self._asked.outputs])
         return response
+
+    def empty(self) -> oip.ModelInferResponse:
+        """A response without tensors."""
+        asked = self._asked
+        return oip.ModelInferResponse(model_name=asked.model, model_version=MODEL_VERSION, id=asked.caller_id)
 
     def _tensor(self, name: str, news: Sequence[News]) -> Tensor:
         if name == "num_input_tokens":  # there is one prompt
@@ -76,11 +81,6 @@ class Responses:
     def _decoded(self, token_id: int) -> str:
         known = token_id < len(self._bytes_by_id)
         return self._bytes_by_id[token_id].decode("utf-8", "replace") if known else ""
-
-
-def empty_response(asked: Asked) -> oip.ModelInferResponse:
-    """A response without tensors."""
-    return oip.ModelInferResponse(model_name=asked.model, model_version=MODEL_VERSION, id=asked.caller_id)
 
 
 def streamed(response: oip.ModelInferResponse, *, is_final: bool) -> oip.ModelStreamInferResponse:

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from octavo.gateway.dialects.kserve.model import (
     EXCLUDE_INPUT,
     INPUTS,
@@ -24,7 +21,9 @@ from octavo.gateway.dialects.kserve.model import (
 )
 from octavo.gateway.dialects.kserve.sampling import apply_sampling, in_vllm_names
 from octavo.gateway.dialects.kserve.tensors import scalar_inputs
+from octavo.gateway.dialects.unserved import unserved
 from octavo.gateway.errors import InvalidRequest, ModelNotFound, NamesFields
+from octavo.gateway.validation.fields import raise_if_any
 from octavo.gateway.validation.generate import check_generate
 from octavo.kserve import inference_pb2 as oip
 from octavo.v1 import inference_pb2 as pb
@@ -52,7 +51,7 @@ class Asked:
 def translate(request: oip.ModelInferRequest) -> Asked:
     """Raises InvalidRequest naming the caller's tensors and parameters, ModelNotFound for another version."""
     check_version(request.model_version)
-    _check_unknown(request, "")
+    raise_if_any(unserved(request, {}))
     if not (request.id.isascii() and request.id.isprintable()):
         raise InvalidRequest.of("id", "must be printable ASCII")
     inputs = scalar_inputs(request, INPUTS)
@@ -169,8 +168,3 @@ def _timeout_s(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidRequest.of(f"parameters.{_TIMEOUT}", "must be a number of microseconds")
     return value / _MICROSECONDS
-
-
-def _check_unknown(message: Message, prefix: str) -> None:
-    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
-        raise InvalidRequest.of(f"{prefix}#{unknown.field_number}", "unknown field")

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from octavo.gateway.dialects.kserve import model
-from octavo.gateway.dialects.kserve.messages import News, Responses, empty_response, failed, reason_of, streamed
+from octavo.gateway.dialects.kserve.messages import News, Responses, failed, reason_of, streamed
 from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
 from octavo.gateway.errors import InvalidRequest, NamesFields
 from octavo.gateway.requests.input_processor import share_of
@@ -184,7 +184,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             tracked.count_piece(piece, now_s)
         if not has_ended:
             end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(tracked.stream))
-            response = empty_response(asked) if asked.wants_empty_final else responses.next([end])
+            response = responses.empty() if asked.wants_empty_final else responses.next([end])
             await writer.write_of(tracked, streamed(response, is_final=True))
         tracked.count_finished(reason_of(tracked.stream))
 

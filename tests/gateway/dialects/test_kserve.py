@@ -150,11 +150,13 @@ async def test_a_stream_gives_pieces_and_marks_the_last(serve: Any, ids: Any, en
 
 async def test_an_empty_final_response_comes_where_asked_for(serve: Any, ids: Any) -> None:
     asked = request(stream=True)
+    asked.model_name = ""  # the only one
     asked.parameters["triton_enable_empty_final_response"].bool_param = True
     async with serve(speaking(*ids("Hello"))) as served:
-        *_, last = await stream(served, asked)
+        *others, last = await stream(served, asked)
     assert last.infer_response.parameters["triton_final_response"].bool_param
     assert len(last.infer_response.outputs) == 0
+    assert {each.infer_response.model_name for each in (*others, last)} == {"tiny"}
 
 
 async def test_requests_of_one_stream_are_answered_side_by_side_and_fail_alone(serve: Any, ids: Any) -> None:

@@ -95,6 +95,27 @@ async def test_what_is_not_served_is_refused_under_the_callers_name(serve: Any, 
     )
 
 
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        ((), "#99"),
+        (("inputs", 0), "inputs[0].#99"),
+        (("inputs", 0, "contents"), "inputs[0].contents.#99"),
+        (("outputs", 0), "outputs[0].#99"),
+    ],
+)
+def test_fields_that_the_contract_does_not_have_are_refused_at_every_depth(
+    place: tuple[str | int, ...], path: str
+) -> None:
+    message = asked = with_output(name="text_output")
+    for each in place:
+        message = message[each] if isinstance(each, int) else getattr(message, each)
+    message.MergeFromString(b"\x98\x06\x01")  # number 99
+    with pytest.raises(InvalidRequest) as caught:
+        translate(asked)
+    assert [each.field for each in caught.value.violations] == [path]
+
+
 def test_json_that_can_be_read_and_not_be_written_is_the_callers_fault() -> None:
     """At each depth around that at which one of both gives up."""
     for depth in range(900, 1000):
