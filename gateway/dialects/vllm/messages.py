@@ -145,9 +145,9 @@ def complete_of(tracked: TrackedRequest, index: int = 0) -> vllm.GenerateRespons
     return response
 
 
-def aborted_early() -> vllm.GenerateResponse:
-    """The end of a request that was aborted before a worker had it."""
-    return vllm.GenerateResponse(complete=vllm.GenerateComplete(finish_reason="abort"))
+def aborted_early(index: int) -> vllm.GenerateResponse:
+    """The end of an output whose request was aborted before a worker had it."""
+    return vllm.GenerateResponse(complete=vllm.GenerateComplete(finish_reason="abort", index=index))
 
 
 def reason_of(stream: OutputStream) -> str:

@@ -104,7 +104,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             tracked = await self._submit(translated, scope)
         except RequestAborted:
             await context.send_initial_metadata(())
-            await context.write(aborted_early())
+            for index in range(translated.num_outputs or 1):
+                await context.write(aborted_early(index))
             return
         with self._tracker.closing(tracked):
             # At once: headers that wait with a first message for the reader's window would hold back a status too.

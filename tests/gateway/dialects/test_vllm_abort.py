@@ -62,7 +62,9 @@ async def test_abort_tells_the_worker_at_once_even_where_nobody_reads(serve: Any
         call.cancel()
 
 
-async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: Any, vllm_stub: Stub) -> None:
+@pytest.mark.parametrize("n", [0, 1, 3])
+async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: Any, vllm_stub: Stub, n: int) -> None:
+    """Every output of it."""
     async with serve() as served:
         stub, gate = vllm_stub(served.channel), asyncio.Event()
 
@@ -70,10 +72,12 @@ async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: A
             await gate.wait()
 
         served.gateway.text.run_steps = hang
-        call = stub.Generate(vllm.GenerateRequest(request_id="r1", text="Hello"))
+        asked = vllm.GenerateRequest(request_id="r1", text="Hello", sampling_params=vllm.SamplingParams(n=n))
+        call = stub.Generate(asked)
         await served.until(lambda: served.gateway.tracker.admission.holds("r1"))
         await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
-        assert [answer.complete.finish_reason async for answer in call] == ["abort"]
+        ends = [(answer.complete.index, answer.complete.finish_reason) async for answer in call]
+        assert ends == [(index, "abort") for index in range(n or 1)]
         assert served.pool.runs == []
 
 
