@@ -27,7 +27,7 @@ from octavo.client.embeddings import EmbedFields, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.options import call_metadata
 from octavo.client.requests import generate_request
-from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, refusing, room_for
+from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, of_one_input, refusing, room_for
 from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
 from octavo.gateway.front.completions import (
     EchoedPrompt,
@@ -181,7 +181,10 @@ class _Front:
         batches = [inputs[start : start + EMBED_BATCH] for start in range(0, len(inputs), EMBED_BATCH)]
         with refusing(request.state.given):
             requests = [embed_request(batch, **fields) for batch in batches]
-        answers = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
+        try:
+            answers = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
+        except OctavoError as error:
+            raise of_one_input(error) if inputs[0] is body.input else error from None
         return JSONResponse(_embeddings(body, answers))
 
     async def models(self, request: Request) -> Response:

@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import grpc
@@ -168,20 +169,26 @@ class Service:
             try:
                 answers.append(await stub.Embed(request, metadata=metadata))
             except grpc.RpcError as error:
-                raise _counted_behind(num_inputs, error_from(error)) from None
+                raise _renamed(error_from(error), partial(_counted_behind, num_inputs)) from None
             num_inputs += len(request.inputs)
         return answers
 
 
-def _counted_behind(num_inputs: int, error: OctavoError) -> OctavoError:
-    """The same error of a request whose inputs come behind so many others."""
-
-    def moved(path: str) -> str:
-        return re.sub(r"^inputs\[(\d+)\]", lambda found: f"inputs[{int(found[1]) + num_inputs}]", path)
-
-    error.message = moved(error.message)
-    error.violations = tuple(replace(each, field=moved(each.field)) for each in error.violations)
+def _renamed(error: OctavoError, path_of: Callable[[str], str]) -> OctavoError:
+    """The same error about other fields."""
+    error.message = path_of(error.message)
+    error.violations = tuple(replace(each, field=path_of(each.field)) for each in error.violations)
     return error
+
+
+def _counted_behind(num_inputs: int, path: str) -> str:
+    """The path in a request whose inputs come behind so many others."""
+    return re.sub(r"^inputs\[(\d+)\]", lambda found: f"inputs[{int(found[1]) + num_inputs}]", path)
+
+
+def of_one_input(error: OctavoError) -> OctavoError:
+    """The same error of a request for one input, which its caller put into no list."""
+    return _renamed(error, lambda path: re.sub(r"^inputs\[0\](\.?)", lambda found: "" if found[1] else "inputs", path))
 
 
 async def collect(stream: AsyncTextStream) -> list[OutputSoFar]:

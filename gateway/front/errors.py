@@ -71,7 +71,7 @@ _WORDS = {
     "num_outputs": ("n",),
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("logprobs",),
-    **dict.fromkeys(("text", "token_ids"), ("prompt",)),
+    **dict.fromkeys(("text", "token_ids"), ("prompt", "input")),
     **dict.fromkeys(("input", "inputs"), ("messages", "prompt", "input")),
     "json_schema": _FORMS,
     "json_object": _FORMS,

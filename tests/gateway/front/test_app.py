@@ -180,6 +180,26 @@ async def test_of_several_prompts_the_one_that_is_wrong_is_named(
     assert told["message"].startswith(f"{param}: ") or len(prompt) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ("", "input"),
+        ([""], "input[0]"),
+        ([6, 600], "input[1]"),
+        ([[6, 600]], "input[0][1]"),
+        ("b " * 400, "input"),
+        (["b " * 400], "input[0]"),
+        ([6] * 256, "input"),
+    ],
+)
+async def test_an_input_that_is_in_no_list_is_named_as_none(front: Callable[..., Any], given: Any, param: str) -> None:
+    async with front(FakePool()) as fronted:
+        answer = await fronted.ask("/v1/embeddings", {"input": given})
+    told = answer.json["error"]
+    assert (answer.status, told["param"]) == (400, param)
+    assert told["message"].startswith(f"{param}: ")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("n", "most"), [(1, 4), (2, 2), (5, 1)])
 async def test_of_many_prompts_so_many_run_at_once_as_a_worker_takes(
