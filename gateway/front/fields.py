@@ -322,13 +322,14 @@ def _content(where: str, content: Any) -> str:
     """Text, or parts that are all text."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    for number, part in enumerate(parts):
+    if not isinstance(content, list):
+        raise _refused(f"{where}.content", "not a text, nor a list of parts that are text")
+    for number, part in enumerate(content):
         param = f"{where}.content[{number}]"
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _refused(param, "only text is supported")
         _refuse_others(param, part, ("type", "text"))
-    return "".join(part["text"] for part in parts)
+    return "".join(part["text"] for part in content)
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -351,10 +352,13 @@ def _tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
     if choice is None or choice in ("auto", "none", "required"):
         return str(choice or "")
-    function = choice.get("function") if isinstance(choice, Mapping) else None
+    named: Any = choice if isinstance(choice, Mapping) and choice.get("type", "function") == "function" else {}
+    function = named.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise _refused("tool_choice", "it is auto, none, required, or names a function")
+    _refuse_others("tool_choice", named, ("type", "function"))
+    _refuse_others("tool_choice.function", function, ("name",))
     if name in ("auto", "none", "required"):
         raise _refused("tool_choice", f"a function that is called {name} cannot be asked for by its name")
     return name
