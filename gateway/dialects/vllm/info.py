@@ -71,6 +71,7 @@ def server_info(
         block_size=ready[0].capacity.block_size if ready else 0,
         model_dtype=ready[0].card.dtype if ready else "",
         max_num_seqs=sum(worker.capacity.max_num_seqs for worker in ready),
+        constrained_decoding_start="first_token",  # no matter what a model thinks before it answers
     )
 
 

@@ -94,6 +94,7 @@ async def test_server_and_loads_are_those_of_all_workers(serve: Any, vllm_stub: 
         (load,) = (await stub.GetLoads(vllm.GetLoadsRequest())).loads
     names = ("server_type", "block_size", "max_num_seqs", "active_requests", "is_paused", "model_dtype")
     assert fields(info, *names) == dict(zip(names, ("vllm-grpc", 16, 8, 0, False, "float32"), strict=True))
+    assert info.constrained_decoding_start == "first_token"  # which shapes the calls that smg forces
     assert load == vllm.SchedulerLoad(
         num_running_reqs=3,
         num_waiting_reqs=2,
