@@ -131,7 +131,8 @@ def _sampling(inputs: Mapping[str, bytes | bool], parameters: dict[str, Any]) ->
     if not isinstance(values, dict):
         raise InvalidRequest.of(f"inputs.{SAMPLING}", "must be a JSON object")
     for name in parameters.keys() & values.keys():
-        raise InvalidRequest.of(f"parameters.{name[:64]}", f"stands in inputs.{SAMPLING} too")
+        if parameters[name] != values[name]:
+            raise InvalidRequest.of(f"parameters.{name[:64]}", f"is another in inputs.{SAMPLING}")
     return parameters | values
 
 

@@ -80,15 +80,27 @@ def _apply_one(request: pb.GenerateRequest, name: str, value: Any, prefix: str) 
 
 
 def _number(value: Any) -> float:
+    """Also as a text: request parameters had no fractions for long, so that Triton's own examples send texts alone."""
+    if isinstance(value, str):
+        value = _read(value, float, "must be a number")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Unfit("must be a number")
     return float(value)
 
 
 def _whole(value: Any) -> int:
+    if isinstance(value, str):
+        value = _read(value, int, "must be an integer")
     if isinstance(value, bool) or not isinstance(value, int):
         raise _Unfit("must be an integer")
     return value
+
+
+def _read(text: str, kind: Callable[[str], float], why: str) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise _Unfit(why) from None
 
 
 def _truth(value: Any) -> bool:
@@ -125,14 +137,14 @@ def _in_output(field: str, convert: Callable[[Any], Any]) -> Setter:
 
 
 def _top_k(request: pb.GenerateRequest, value: Any) -> None:
-    request.sampling.top_k = 0 if _whole(value) == -1 else value  # vLLM's "all" is -1
+    request.sampling.top_k = 0 if (top_k := _whole(value)) == -1 else top_k  # vLLM's "all" is -1
 
 
 def _seed(request: pb.GenerateRequest, value: Any) -> None:
-    if not -(2**63) <= _whole(value) < 2**64:
+    if not -(2**63) <= (seed := _whole(value)) < 2**64:
         raise _Unfit("is no 64-bit integer")
-    if value != -1:  # vLLM's "draw one"
-        request.sampling.seed = value & _UINT64
+    if seed != -1:  # vLLM's "draw one"
+        request.sampling.seed = seed & _UINT64
 
 
 def _stop(request: pb.GenerateRequest, value: Any) -> None:
@@ -159,8 +171,8 @@ def _logit_bias(request: pb.GenerateRequest, value: Any) -> None:
 
 
 def _num_outputs(request: pb.GenerateRequest, value: Any) -> None:
-    if _whole(value) != 1:
-        request.num_outputs = value
+    if (num_outputs := _whole(value)) != 1:
+        request.num_outputs = num_outputs
 
 
 def _truncate(request: pb.GenerateRequest, value: Any) -> None:

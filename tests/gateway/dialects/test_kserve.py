@@ -62,6 +62,20 @@ async def test_every_served_parameter_reaches_the_worker(serve: Any, ids: Any) -
     )  # fmt: skip
 
 
+async def test_numbers_may_be_texts_and_stand_in_both_places(serve: Any, ids: Any) -> None:
+    """As the example client of Triton's vLLM backend sends them."""
+    parameters = {"temperature": "0.5", "top_p": "0.25", "top_k": "-1", "max_tokens": "9", "seed": "-5", "n": "1"}
+    asked = request(parameters=parameters)
+    for name, value in parameters.items():
+        asked.parameters[name].string_param = value
+    async with serve(speaking(*ids("x"))) as served:
+        await stub_of(served).ModelInfer(asked)
+        (run,) = served.pool.runs
+    assert run.request.sampling == SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=0, seed=2**64 - 5, max_tokens=9, min_p=0.0
+    )
+
+
 async def test_parameters_of_the_request_count_where_the_tensor_is_silent(serve: Any, ids: Any) -> None:
     asked = request(parameters={"temperature": 0})
     asked.parameters["max_tokens"].int64_param = 5
