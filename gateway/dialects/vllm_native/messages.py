@@ -57,8 +57,8 @@ class Responses:
             _fill_scores(output, piece.logprobs)
         return vllm.GenerateResponse(outputs=output)
 
-    def end(self, index: int) -> vllm.GenerateResponse:
-        """The end of an output; aborted, where it has not ended by itself."""
+    def end(self, index: int, rest: str) -> vllm.GenerateResponse:
+        """The end of an output, with the rest of its text; aborted, where it has not ended by itself."""
         stream = self._tracked.streams[index]
         info = vllm.FinishInfo(num_output_tokens=stream.processor.num_tokens, finish_reason=reason_of(stream))
         token_id = stream.finished.stop_token_id if stream.finished else None
@@ -68,7 +68,8 @@ class Responses:
             info.stop_token_id = token_id
         elif token_id is not None:
             info.eos_token_id = token_id
-        return vllm.GenerateResponse(outputs=vllm.SequenceOutput(index=index, finish_info=info))
+        output = vllm.SequenceOutput(index=index, text=rest if self._wants_text else "", finish_info=info)
+        return vllm.GenerateResponse(outputs=output)
 
 
 def _fill_scores(target: vllm.PromptInfo | vllm.SequenceOutput, scores: Scores) -> None:

@@ -78,8 +78,9 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
     async def _responses(
         self, tracked: TrackedRequest, options: vllm.ResponseOptions
     ) -> AsyncIterator[vllm.GenerateResponse]:
-        """An Abort gives every output that is under way what came before it, and an end."""
-        responses, open_outputs = Responses(tracked, options), dict.fromkeys(range(len(tracked.outputs)))
+        """An Abort gives every output that is under way what came before it, and an end. Text that only the end of an
+        output makes certain comes with that: readers look for no text where there are no tokens."""
+        responses, open_outputs = Responses(tracked, options), dict.fromkeys(range(len(tracked.outputs)), "")
         if (prompt := responses.prompt()) is not None:
             yield prompt
         with contextlib.suppress(RequestAborted):
@@ -87,25 +88,26 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
             while (news := await streams.next()) is not None:
                 index, piece = news
                 if piece is None:
-                    del open_outputs[index]
-                    yield self._end(tracked, responses, index)
+                    yield self._end(tracked, responses, index, open_outputs.pop(index))
                     continue
                 if index == 0 and (prompt := responses.prompt(piece)) is not None:
                     yield prompt
-                if piece.num_tokens or piece.text:
-                    now_s = time.monotonic()
-                    yield responses.piece(piece, index)
-                    tracked.count_piece(piece, now_s)
-        for index in open_outputs:
-            yield self._end(tracked, responses, index)
+                if not piece.num_tokens:
+                    open_outputs[index] += piece.text
+                    continue
+                now_s = time.monotonic()
+                yield responses.piece(piece, index)
+                tracked.count_piece(piece, now_s)
+        for index, rest in open_outputs.items():
+            yield self._end(tracked, responses, index, rest)
 
-    def _end(self, tracked: TrackedRequest, responses: Responses, index: int) -> vllm.GenerateResponse:
+    def _end(self, tracked: TrackedRequest, responses: Responses, index: int, rest: str) -> vllm.GenerateResponse:
         reason = reason_of(tracked.streams[index])
         name = vllm.FinishInfo.FinishReason.Name(reason).lower()
         tracked.scope.log_fields["finish_reason"] = name
         if reason != vllm.FinishInfo.ABORTED:
             tracked.count_finished(name, index)
-        return responses.end(index)
+        return responses.end(index, rest)
 
 
 class VllmControl(vllm_pb2_grpc.ControlServicer):

@@ -1,5 +1,6 @@
 """vllm.Inference and vllm.Control over a real channel: what comes, what the worker is asked for, what is refused."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -197,6 +198,31 @@ async def test_what_ended_an_output_is_told(serve: Any, pool: FakePool, info: IN
         whole = await inference(served).Generate(request(stopping=stopping))
     info.num_output_tokens = 2
     assert whole.outputs.finish_info == info
+
+
+@pytest.mark.parametrize("has_text", [True, False])
+async def test_text_that_the_end_makes_certain_comes_with_it(serve: Any, has_text: bool) -> None:
+    """Readers as Dynamo's sidecar pass over what has neither tokens nor an end."""
+    stopping, options = vllm.StoppingCriteria(stop_strings=["HIM"]), vllm.ResponseOptions(output_text=has_text)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def speak(run: FakeRun) -> None:
+        for token_id in (letters.index(b"H"), letters.index(b"I")):
+            run.tokens([token_id])
+            await asyncio.sleep(0.02)
+        run.finish()
+
+    pool = FakePool(on_run=lambda run: tasks.add(asyncio.create_task(speak(run))))
+    async with serve(pool) as served:
+        letters = served.gateway.models.text_of(pool.cards()["tiny"]).table.all_bytes
+        asked = request(stopping=stopping, response=options)
+        _, *pieces, end = await read(inference(served).GenerateStream(asked))
+        whole = await inference(served).Generate(asked)
+    wanted = "HI" * has_text
+    assert [(piece.outputs.text, piece.outputs.num_tokens) for piece in pieces] == [("", 1), ("", 1)]
+    assert (end.outputs.text, end.outputs.num_tokens) == (wanted, 0)
+    assert end.outputs.finish_info == INFO(num_output_tokens=2, finish_reason=INFO.LENGTH)
+    assert whole.outputs.text == wanted
 
 
 @pytest.mark.parametrize("streams", [True, False])
