@@ -44,11 +44,13 @@ def engine_error(error: Exception, request_id: str = "") -> oe.EngineError:
 
 
 class Events:
-    """Makes the events of one request. bytes_by_id: the texts of tokens."""
+    """Makes the events of one request. bytes_by_id: the texts of tokens. includes_stop: whether the request's own stop
+    tokens are told as well; each is the last of its output."""
 
-    def __init__(self, tracked: TrackedRequest, bytes_by_id: BytesById) -> None:
+    def __init__(self, tracked: TrackedRequest, bytes_by_id: BytesById, *, includes_stop: bool) -> None:
         self._tracked = tracked
         self._bytes_by_id = bytes_by_id
+        self._left_out = frozenset() if includes_stop else frozenset(tracked.sampling.stop_token_ids)
         self._scores: list[tuple[int, TokenLogprobs]] = []
         wants_scores = tracked.sampling.num_prompt_logprobs is not None
         self._num_missing = tracked.num_prompt_tokens - 1 if wants_scores else -1
@@ -65,9 +67,10 @@ class Events:
                 self._num_missing = -1
                 messages.append(self._response(prompt=self._prompt()))
         if piece.logprobs:
-            tokens = [self._token(token_id, position) for token_id, position in piece.logprobs]
+            tokens = [self._token(*each) for each in piece.logprobs if each[0] not in self._left_out]
         else:
-            tokens = [oe.TokenInfo(token_id=each, token=self._text(each)) for each in piece.token_ids]
+            ids = [each for each in piece.token_ids if each not in self._left_out]
+            tokens = [oe.TokenInfo(token_id=each, token=self._text(each)) for each in ids]
         if tokens or piece.text:
             output = oe.TokenOutput(output_index=index, tokens=tokens, text=piece.text)
             messages.append(self._response(token=output))

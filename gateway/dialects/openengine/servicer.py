@@ -98,7 +98,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
             raise in_callers_names(error, request) from None
         with self._tracker.closing(tracked):
             await context.send_initial_metadata(())
-            events = Events(tracked, bytes_by_id)
+            events = Events(tracked, bytes_by_id, includes_stop=request.stopping.include_stop_in_output)
             try:
                 await self._stream(tracked, events, context)
             except (SlowConsumer, DeadlinePassed):

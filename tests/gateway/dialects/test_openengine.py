@@ -126,6 +126,31 @@ async def test_what_ended_an_output_is_told(serve: Any, pool: FakePool, match: o
     assert answers[-1].finished.stop_match == match
 
 
+@pytest.mark.parametrize("wants_scores", [True, False])
+@pytest.mark.parametrize(("included", "ids"), [(None, [70]), (False, [70]), (True, [70, 9])])
+async def test_a_stop_token_of_the_callers_own_remains_where_it_asks_for_it(
+    serve: Any, included: bool | None, ids: list[int], wants_scores: bool
+) -> None:
+    """An end token of the model's always does."""
+
+    def speak(run: FakeRun) -> None:
+        stop = 9 if run.request.sampling.stop_token_ids else 0
+        scores = [TokenLogprobs(-0.5, (), ())] * 2 if wants_scores else None
+        run.tokens([70, stop], scores)
+        run.finish(WireFinishReason.STOP, stop_token_id=stop)
+
+    stopping = oe.StoppingOptions(include_stop_in_output=included)
+    response = oe.ResponseOptions(return_output_logprobs=wants_scores)
+    async with serve(FakePool(on_run=speak)) as served:
+        of_model = await answers_of(inference(served).Generate(request(stopping=stopping, response=response)))
+        stopping.conditions.add(stop_token_id=9)
+        of_caller = await answers_of(inference(served).Generate(request(stopping=stopping, response=response)))
+    told = [[each.token_id for answer in answers for each in answer.token.tokens] for answers in (of_model, of_caller)]
+    assert told == [[70, 0], ids]
+    assert of_caller[-1].finished.stop_match == oe.StopMatch(stop_token_id=9)
+    assert of_caller[-1].usage.completion_tokens == 2
+
+
 async def test_log_probabilities_stand_with_their_tokens(serve: Any) -> None:
     def speak(run: FakeRun) -> None:
         sink: Any = run.sink
