@@ -19,6 +19,9 @@ from octavo.wire.host import ending_signals
 from octavo.wire.logs import configure_logs
 
 log = structlog.get_logger(__name__)
+# Longer than callers keep a connection that says nothing (httpx 5 s, nginx and AWS's balancers 60 s): who sends a
+# request just when it is closed here gets no answer, and may not repeat it.
+KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ def main(config: FrontConfig) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(config.drain_grace_s)),
     )
     return asyncio.run(_serve(_Server(settings), config))

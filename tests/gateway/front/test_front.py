@@ -203,6 +203,19 @@ def test_parts_of_characters_have_their_bytes_and_begin_where_the_character_does
     assert scores["tokens"].count("\ufffd") > 2
 
 
+def test_a_connection_stays_while_its_caller_keeps_it(fronted: tuple[Service, int]) -> None:
+    """It was closed after five seconds, just when the openai client may send the next request."""
+    connection, sockets = _connection(fronted[1]), set[socket.socket | None]()
+    for pause_s in (0.0, 6.0):
+        time.sleep(pause_s)
+        connection.request("GET", "/v1/models")
+        answer = connection.getresponse()
+        sockets.add(connection.sock)
+        assert (answer.status, answer.read()[:1]) == (200, b"{")
+    assert len(sockets) == 1
+    connection.close()
+
+
 def test_the_model_that_answered_is_named_where_the_caller_named_none(fronted: tuple[Service, int]) -> None:
     body = {"prompt": ["once", "upon"], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     connection = _connection(fronted[1])
