@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import count
 
 import grpc
 
@@ -100,7 +100,14 @@ class Service:
 
     def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
         self._channels = [open_aio_channel(target, credentials, _CHANNEL_OPTIONS) for target in targets]
-        self._turns = cycle(self._channels)
+        self._turns = count()
+
+    def _gateway(self) -> grpc.aio.Channel:
+        """Whose turn it is, or the next behind it that can be reached; where none can, whose turn it is."""
+        turn = next(self._turns) % len(self._channels)
+        in_order = self._channels[turn:] + self._channels[:turn]
+        ready = (each for each in in_order if each.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY)
+        return next(ready, in_order[0])
 
     async def close(self) -> None:
         """What is in flight ends."""
@@ -130,7 +137,7 @@ class Service:
 
     def _generate(self, request: inference_pb2.GenerateRequest, metadata: Metadata, room: Room) -> AsyncStreamCall:
         def begin() -> AsyncStreamCall:
-            stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
+            stub = inference_pb2_grpc.InferenceServiceStub(self._gateway())
             call: AsyncStreamCall = stub.Generate(request, metadata=metadata)
             return call
 
@@ -138,7 +145,7 @@ class Service:
 
     async def models(self, metadata: Metadata) -> list[model_pb2.ModelInfo]:
         """What is served. Raises OctavoError."""
-        stub = model_pb2_grpc.ModelServiceStub(next(self._turns))
+        stub = model_pb2_grpc.ModelServiceStub(self._gateway())
         try:
             answer = await stub.ListModels(model_pb2.ListModelsRequest(), metadata=metadata, timeout=10.0)
         except grpc.RpcError as error:
@@ -152,7 +159,7 @@ class Service:
         request = inference_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
+        stub = inference_pb2_grpc.InferenceServiceStub(self._gateway())
         try:
             answer: inference_pb2.DetokenizeResponse = await stub.Detokenize(request, metadata=metadata, timeout=10.0)
         except grpc.RpcError as error:
@@ -163,7 +170,7 @@ class Service:
         self, requests: Sequence[inference_pb2.EmbedRequest], metadata: Metadata
     ) -> list[inference_pb2.EmbedResponse]:
         """The answers, in order. Raises OctavoError, whose fields count the inputs of all requests together."""
-        stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
+        stub = inference_pb2_grpc.InferenceServiceStub(self._gateway())
         answers, num_inputs = list[inference_pb2.EmbedResponse](), 0
         for request in requests:
             try:

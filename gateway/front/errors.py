@@ -90,6 +90,7 @@ _INNER = (
 )
 _NAMED = re.compile(r"(num_outputs|constraint|inputs)(\[\d+\])?: ")  # a message that begins with a field
 
+_UNANSWERED = "the service does not answer"  # gRPC's own words have addresses of the inside
 _OUTPUTS = re.compile(r"\d+ outputs")  # are too many, not tokens
 
 
@@ -109,7 +110,7 @@ def api_error(error: OctavoError, given: Collection[str] = (), number: int | Non
         message = "" if number is None or is_of_outputs else f"{params[0]}: {error.message}"
     return ApiError(
         status=status,
-        message=message or error.message,
+        message=message or (error.message if error.reason else _UNANSWERED),
         type=kind,
         param=params[0] if params else None,
         code=_CODES.get(error.reason, error.reason.lower() or None),

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,24 @@ async def test_clients_are_told_whether_to_repeat_what_failed(
             answer = await fronted.ask("/v1/completions", {"prompt": "Hello", "stream": stream})
             told = {name: answer.headers[name] for name in ("x-should-retry", "retry-after") if name in answer.headers}
             assert (answer.status, told) == (status, dict([header]))
+
+
+async def test_while_a_gateway_is_gone_the_others_answer(serve: Any, tmp_path: Path) -> None:
+    """One that was started again took its turns all the same: they failed, though another could be reached."""
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        app = make_app([served.gateway.listen_address, f"unix:{tmp_path}/gone.sock"], max_body_bytes=1 << 20)
+        async with app.router.lifespan_context(app):
+            fronted = Front(app, served.pool)
+            statuses = [(await fronted.ask("/v1/completions", {"prompt": "Hello"})).status for _ in range(6)]
+    assert statuses == [200] * 6
+
+
+async def test_what_cannot_be_reached_is_not_told_by_its_address(tmp_path: Path) -> None:
+    app = make_app([f"unix:{tmp_path}/gone.sock"], max_body_bytes=1 << 20)
+    async with app.router.lifespan_context(app):
+        answer = await Front(app, FakePool()).ask("/v1/completions", {"prompt": "Hello"})
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json["error"]["message"] == "the service does not answer"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
