@@ -1,11 +1,13 @@
 """Checks that a grammar can be served, before it goes to a worker."""
 
+import msgspec
 from llguidance import LLMatcher
 
 from octavo.grammar.errors import GrammarRefused, Refusal, one_line
 from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.source import to_llguidance
-from octavo.wire.messages import Grammar
+from octavo.grammar.tool_calls import parameters_of
+from octavo.wire.messages import Grammar, GrammarKind
 
 _LIMIT_WORDS = (
     "too large",
@@ -35,7 +37,21 @@ def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
         to_llguidance(grammar, limits), limits=limits.for_parser()
     )
     if is_error:
+        if grammar.kind is GrammarKind.TOOL_CALLS:
+            _check_each_tool(grammar, limits)
         raise refused(messages[0])
+
+
+def _check_each_tool(grammar: Grammar, limits: GrammarLimits) -> None:
+    """Raises GrammarRefused where the arguments of one are at fault, by its place: of all together the library tells
+    lines of a grammar that its caller never saw."""
+    for index, schema in enumerate(parameters_of(grammar.source, limits)):
+        if schema is None:
+            continue
+        try:
+            check_grammar(msgspec.structs.replace(grammar, kind=GrammarKind.JSON_SCHEMA, source=schema), limits)
+        except GrammarRefused as error:
+            raise GrammarRefused(error.refusal, error.description, path=f"tools[{index}].parameters") from None
 
 
 def refused(message: str) -> GrammarRefused:

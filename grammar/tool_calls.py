@@ -40,6 +40,13 @@ def tool_calls_to_lark(grammar: Grammar, limits: GrammarLimits, call_tags: CallT
     )
 
 
+def parameters_of(source: str, limits: GrammarLimits) -> list[str | None]:
+    """The schema of each tool's arguments; None where it has none. Raises GrammarRefused."""
+    tools, _ = _read(source, limits)
+    schemas = [tool.get("parameters") for tool in tools]
+    return [None if schema is None else encode(schema) for schema in schemas]
+
+
 def _read(source: str, limits: GrammarLimits) -> tuple[list[Json], int | None]:
     if len(source.encode()) > limits.max_source_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has more than {limits.max_source_bytes} bytes")
