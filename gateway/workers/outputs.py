@@ -165,6 +165,8 @@ class Outputs:
         """End an output without a message from its worker."""
         if self._by_name.pop(output.name, None) is None:
             return
+        if output.is_on_probation:  # its worker broke the protocol, or we have a defect: others wait for its end
+            self.on_passed(output)
         self._settle(output)
         self._live.pop(output.handle, None)
         try:

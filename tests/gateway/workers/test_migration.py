@@ -319,6 +319,21 @@ async def test_a_suspect_that_is_turned_away_is_still_one(tmp_path: Path) -> Non
         assert await sink.end() == ("lost", "WORKER_LOST")
 
 
+async def test_a_suspect_with_which_its_worker_broke_the_protocol_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        broken, next_one = open_on(pool, first, "broken"), open_on(pool, first, "next")
+        await die(pool, first)
+        run = await second.expect(Run)
+        await second.step([(run.handle, -1)])
+        assert await broken.end() == ("lost", "INTERNAL")
+        again = await second.expect(Run)
+        assert again.request_id == "next"
+        assert (await second.expect(Cancel)).handles == (run.handle,)
+        await second.step([(again.handle, 7)], finished=(finished(again.handle, 1),))
+        await next_one.end()
+        assert (next_one.tokens, pool.num_outputs, pool._migration.on_probation) == ([7], 0, {})
+
+
 async def test_it_moves_so_often_and_no_more(tmp_path: Path) -> None:
     async with served(tmp_path, "w0", "w1", max_migrations=1) as (pool, (first, second)):
         sink = open_on(pool, first)
