@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.gateway.auth.authenticator import id_in, is_of_tenant
@@ -60,7 +60,7 @@ class TrackedRequest:
     tenant_meters: TenantMeters | None = None
     prompt_text: str = ""
     prompt_ids: Sequence[int] = ()
-    last_message_s: float = 0.0
+    last_message_s: dict[int, float] = field(default_factory=dict)  # of each output that has had one
     num_complete: int = 0  # outputs that are complete and were sent
     backstop: asyncio.TimerHandle | None = None  # ends the outputs where the worker is late at the deadline
 
@@ -135,26 +135,25 @@ class TrackedRequest:
         await context.write(message)
         self.stream.write_since_s = 0.0
 
-    async def write_piece(self, context: Context, message: Any, piece: Piece) -> None:
-        """Write the message of a piece."""
+    async def write_piece(self, context: Context, message: Any, piece: Piece, index: int = 0) -> None:
+        """Write the message of an output's piece."""
         now_s = time.monotonic()
         await self.write(context, message)
         self.scope.tokens_delivered += piece.num_tokens
-        self.count_piece(piece, now_s)
+        self.count_piece(piece, now_s, index)
 
-    def count_piece(self, piece: Piece, now_s: float) -> None:
-        """A piece went out, or was collected. now_s: monotonic."""
-        meters, num_tokens = self.meters, piece.num_tokens
+    def count_piece(self, piece: Piece, now_s: float, index: int = 0) -> None:
+        """A piece of an output went out, or was collected. now_s: monotonic."""
+        meters, num_tokens, last_s = self.meters, piece.num_tokens, self.last_message_s.get(index)
         meters.messages += 1
         meters.generation_tokens += num_tokens
         if self.tenant_meters is not None:
             self.tenant_meters.generation_tokens += num_tokens
-        if self.last_message_s:
-            if num_tokens:
-                meters.inter_token.observe((now_s - self.last_message_s) / num_tokens, num_tokens)
-        else:
+        if not self.last_message_s:
             meters.time_to_first_token.observe(now_s - self.scope.started_s)
-        self.last_message_s = now_s
+        elif last_s is not None and num_tokens:
+            meters.inter_token.observe((now_s - last_s) / num_tokens, num_tokens)
+        self.last_message_s[index] = now_s
 
     def count_finished(self, reason: str, index: int = 0) -> None:
         """An output is complete and was sent. reason: of octavo.v1.FinishReason, in lower case."""
@@ -192,7 +191,7 @@ async def stream_responses(
         if piece is None:
             await tracked.write(context, to_end(index))
         else:
-            await tracked.write_piece(context, to_message(index, piece), piece)
+            await tracked.write_piece(context, to_message(index, piece), piece, index)
 
 
 class RequestTracker:

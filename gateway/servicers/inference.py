@@ -371,5 +371,5 @@ async def collect(tracked: TrackedRequest, table: ByteTable | None) -> list[Coll
         index, piece = news
         if piece is not None:
             wholes[index].add(piece, table)
-            tracked.count_piece(piece, time.monotonic())
+            tracked.count_piece(piece, time.monotonic(), index)
     return wholes

@@ -161,7 +161,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             index, piece = news
             if piece is not None:
                 _append(wholes[index], piece)
-                tracked.count_piece(piece, time.monotonic())
+                tracked.count_piece(piece, time.monotonic(), index)
         tracked.scope.tokens_delivered = tracked.num_tokens
         reasons = [reason_of(stream) for stream in tracked.streams]
         for index, reason in enumerate(reasons):

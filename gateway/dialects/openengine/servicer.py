@@ -125,7 +125,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
                     await tracked.write(context, message)
                 tracked.scope.tokens_delivered += piece.num_tokens
                 if messages:
-                    tracked.count_piece(piece, now_s)
+                    tracked.count_piece(piece, now_s, index)
         for index in open_outputs:
             await self._end(tracked, events, index, context)
 

@@ -150,7 +150,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 index, piece = news
                 if piece is not None:
                     pieces[index].append(piece)
-                    tracked.count_piece(piece, time.monotonic())
+                    tracked.count_piece(piece, time.monotonic(), index)
         for index, of_it in enumerate(pieces):
             await tracked.write(context, self._whole(tracked, index, of_it))
         tracked.scope.tokens_delivered = sum(piece.num_tokens for of_it in pieces for piece in of_it)

@@ -97,7 +97,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
                     continue
                 now_s = time.monotonic()
                 yield responses.piece(piece, index)
-                tracked.count_piece(piece, now_s)
+                tracked.count_piece(piece, now_s, index)
         for index, rest in open_outputs.items():
             yield self._end(tracked, responses, index, rest)
 

@@ -253,3 +253,23 @@ async def test_allowed_ids_that_bad_words_forbid_are_refused(serve: Any, tiny_te
     async with serve(FakePool()) as served:
         refusal = await refused(served.inference.Generate(pb.GenerateRequest(text="x", sampling=sampling)))
     assert refusal.fields == ("sampling.allowed_token_ids",)
+
+
+async def test_time_between_tokens_is_that_of_one_output_not_of_all(serve: Any) -> None:
+    pool, step_s = FakePool(), 0.06
+    async with serve(pool) as served:
+        request = pb.GenerateRequest(text="Hello", num_outputs=4, output=pb.OutputOptions(format=BOTH))
+        call = served.inference.Generate(request)
+        await call.read()
+        meters = served.gateway.meters.of_model("tiny")
+        for step in range(3):
+            for run in pool.runs:
+                run.tokens([5])
+            await served.until(lambda expected=4 * (step + 1): meters.messages == expected)
+            await asyncio.sleep(step_s)
+        call.cancel()
+        await until_idle(served)
+    assert (sum(meters.time_to_first_token.counts), sum(meters.inter_token.counts)) == (1, 4 * 2)
+    bounds, counts = meters.inter_token.bounds, meters.inter_token.counts
+    shorter = [count for bound, count in zip(bounds, counts, strict=False) if bound < step_s]
+    assert sum(shorter) == 0
