@@ -26,7 +26,7 @@ from octavo.wire.scrape_server import ScrapeServer, pages_of
 _MODEL_COUNTERS: tuple[tuple[str, str, Callable[[ModelMeters], int]], ...] = (
     ("octavo_gateway_requests_started", "Requests that a worker took", lambda m: m.started),
     ("octavo_gateway_prompt_tokens", "Prompt tokens of requests that a worker took", lambda m: m.prompt_tokens),
-    ("octavo_gateway_generation_tokens", "Tokens sent to callers", lambda m: m.generation_tokens),
+    ("octavo_gateway_generation_tokens", "Tokens sent to callers, also without text", lambda m: m.generation_tokens),
     ("octavo_gateway_stream_messages", "Deltas sent to callers", lambda m: m.messages),
 )
 _MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMeters], Histogram]], ...] = (

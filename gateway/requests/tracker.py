@@ -146,19 +146,23 @@ class TrackedRequest:
         """A piece of an output went out, or was collected. now_s: monotonic."""
         meters, num_tokens, last_s = self.meters, piece.num_tokens, self.last_message_s.get(index)
         meters.messages += 1
-        meters.generation_tokens += num_tokens
-        if self.tenant_meters is not None:
-            self.tenant_meters.generation_tokens += num_tokens
+        self._count_generated(num_tokens)
         if not self.last_message_s:
             meters.time_to_first_token.observe(now_s - self.scope.started_s)
         elif last_s is not None and num_tokens:
             meters.inter_token.observe((now_s - last_s) / num_tokens, num_tokens)
         self.last_message_s[index] = now_s
 
+    def _count_generated(self, num_tokens: int) -> None:
+        self.meters.generation_tokens += num_tokens
+        if self.tenant_meters is not None:
+            self.tenant_meters.generation_tokens += num_tokens
+
     def count_finished(self, reason: str, index: int = 0) -> None:
         """An output is complete and was sent. reason: of octavo.v1.FinishReason, in lower case."""
         meters = self.meters
         meters.finished[reason] += 1
+        self._count_generated(self.streams[index].processor.num_pending)  # without text: no piece carried them
         meters.end_to_end.observe(time.monotonic() - self.scope.started_s)
         if (figures := self.streams[index].finished) is not None:
             meters.queue.observe(figures.queue_s)

@@ -3,13 +3,17 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import WireFinishReason
 from tests.support.gateway.fake_pool import worker_view
+from tests.support.gateway.generating import speaking
 
 GENERATE = "/octavo.v1.InferenceService/Generate"
 Series = dict[tuple[str, ...], float]
@@ -80,6 +84,31 @@ def test_no_kind_is_counted_that_is_not_listed(repository: Path) -> None:
     assert len(found) > 15
     assert found == {*PROTOCOL_ERRORS, *REFUSALS}
     assert {reason.value for reason in LOSSES} == {"WORKER_LOST", "WORKER_STALLED", "DRAINING"}
+
+
+@pytest.mark.parametrize("is_unary", [False, True], ids=["stream", "unary"])
+@pytest.mark.parametrize(
+    ("steps", "end"),
+    [
+        (([5], [6], [0]), {"reason": WireFinishReason.STOP, "stop_token_id": 0}),
+        (([0],), {"reason": WireFinishReason.STOP, "stop_token_id": 0}),
+        (([5, 6],), {"reason": WireFinishReason.LENGTH}),
+    ],
+    ids=["an end token", "nothing else", "the length"],
+)
+async def test_tokens_are_counted_as_callers_are_told(
+    serve: Any, steps: tuple[list[int], ...], end: dict[str, Any], is_unary: bool
+) -> None:
+    request = pb.GenerateRequest(text="Hello")
+    async with serve(speaking(*steps, **end)) as served:
+        if is_unary:
+            finished = (await served.inference.Complete(pb.CompleteRequest(generate=request))).finished
+        else:
+            finished = [event async for event in served.inference.Generate(request)][-1].finished
+        meters = served.gateway.meters.of_model("tiny")
+        await served.until(lambda: meters.finished.total() == 1)
+    assert finished.usage.completion_tokens == sum(map(len, steps))
+    assert meters.generation_tokens == meters.request_generation_tokens.total == finished.usage.completion_tokens
 
 
 def kinds_in(folder: Path) -> Iterator[str]:
