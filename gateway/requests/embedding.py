@@ -254,6 +254,8 @@ class Embedder:
         meters = self._meters.of_model(card.name)
         meters.started += 1
         meters.prompt_tokens += num_tokens
+        if (tenant := scope.caller.tenant) is not None:
+            self._meters.of_tenant(tenant).prompt_tokens += num_tokens
         return SentInput(handle=run.handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
 
 

@@ -1,5 +1,6 @@
 """What a tenant may have, and what others learn of it: on a real server with a real channel."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from octavo.openengine import openengine_pb2 as oe
 from octavo.openengine import openengine_pb2_grpc as oe_grpc
-from octavo.v1 import admin_pb2
+from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.fake_pool import FakePool
 from tests.support.gateway.keyed import FILE, answers, as_
@@ -193,3 +194,12 @@ async def test_tokens_are_reserved_refused_with_the_wait_and_refunded(guarded: A
         again = ask(25)  # 10 + 5 were used, 35 are back
         await anext(aiter(again))
         again.cancel()
+
+
+async def test_what_a_tenant_has_embedded_is_in_its_figures(guarded: Any) -> None:
+    pool = FakePool(on_run=lambda run: asyncio.get_running_loop().call_soon(run.embed, [1.0]) and None)
+    async with guarded(pool) as served:
+        inputs = [pb.EmbedInput(token_ids=common_pb2.TokenIds(ids=range(length))) for length in (2, 3)]
+        await served.inference.Embed(pb.EmbedRequest(inputs=inputs), metadata=as_("ann"))
+        meters = served.gateway.meters
+        assert (meters.tenants["ann"].prompt_tokens, meters.models["tiny"].prompt_tokens) == (5, 5)
