@@ -37,7 +37,7 @@ from octavo.wire.endpoints import (
     parse_endpoint,
 )
 from octavo.wire.keys import KeyPair, load_keys
-from octavo.wire.peer_messages import PeerReply, PeerUse, PeerWatch, ToPeer
+from octavo.wire.peer_messages import PeerAbort, PeerDrain, PeerReply, PeerUse, ToPeer
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
@@ -83,7 +83,7 @@ class Peers:
         self._listed: tuple[str, ...] = ()
         self._is_dialling = False
         self._keys: KeyPair | None = None
-        self._watched_silent: set[str] = set()
+        self._told_silent: set[str] = set()
         self._told_selves: set[str] = set()
         self._told_errors: set[str] = set()
         self._call_ids = count(1)
@@ -165,12 +165,10 @@ class Peers:
         silent = (*missing, *(each.endpoint.address for each in self._names if not each.addresses))
         waited_s = round(asyncio.get_running_loop().time() - asked_s, 3)
         self.losses["answer"] += len(missing)
-        told: set[str] = set()
-        if isinstance(question, PeerWatch):
-            told, self._watched_silent = self._watched_silent, set(silent)
+        told, self._told_silent = self._told_silent, set(silent)
         for name in silent:
-            # A watch asks every second: of those it is said once that they are silent.
-            if name not in told:
+            # Watches and callers ask again and again: of those it is said once, until the gateway answers.
+            if name not in told or isinstance(question, PeerAbort | PeerDrain):
                 log.warning("gateway_silent", gateway=name, asked=type(question).__name__, waited_s=waited_s)
         return Asked(replies=dict(by_id.values()), silent=silent)
 

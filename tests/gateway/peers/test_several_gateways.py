@@ -316,6 +316,19 @@ class Constant:
 
 
 @pytest.mark.usefixtures("impatient", "frozen_gateway")
+async def test_callers_do_not_fill_the_log_while_a_gateway_is_silent(fleet: Fleet) -> None:
+    async with asyncio.timeout(60), fleet(absent=1) as gateways:
+        cancel, abort = pb.CancelRequest(request_id="r1"), admin_pb2.AbortRequest(request_id="r1")
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(3):
+                assert (await gateways[0].inference.Cancel(cancel)).num_unreachable_gateways == 1
+            for _ in range(2):
+                await gateways[0].admin.Abort(abort)
+        asked = [line["asked"] for line in lines if line["event"] == "gateway_silent"]
+        assert asked == ["PeerCancel", "PeerAbort", "PeerAbort"]
+
+
+@pytest.mark.usefixtures("impatient", "frozen_gateway")
 @pytest.mark.parametrize("absent", [1, 2], ids=["one is frozen", "and one is not there"])
 async def test_a_gateway_that_does_not_answer_is_named_and_nobody_waits_for_it(fleet: Fleet, absent: int) -> None:
     silent = ["gateway-3", "gateway-4"][:absent]
