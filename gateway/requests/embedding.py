@@ -213,10 +213,9 @@ class Embedder:
                     sent.append(await self._send(run, ids_T, card, scope, sent))
                 except ExceedsCapacity as error:
                     raise ExceedsCapacity(str(error), field=f"inputs[{index}]") from None
-            embedded = [await each.result() for each in sent]
-            preparing.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
-            return embedded
+            return [await each.result() for each in sent]
         finally:
+            preparing.num_used_tokens = sum(each.num_prompt_tokens for each in sent)  # also where not all have ended
             for each in sent:
                 if each.is_running:
                     self._pool.cancel(each.handle)

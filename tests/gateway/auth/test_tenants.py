@@ -203,3 +203,18 @@ async def test_what_a_tenant_has_embedded_is_in_its_figures(guarded: Any) -> Non
         await served.inference.Embed(pb.EmbedRequest(inputs=inputs), metadata=as_("ann"))
         meters = served.gateway.meters
         assert (meters.tenants["ann"].prompt_tokens, meters.models["tiny"].prompt_tokens) == (5, 5)
+
+
+async def test_an_embedding_that_is_left_early_is_charged_with_what_workers_were_sent(guarded: Any) -> None:
+    file = FILE + "[tenants.ann]\ntokens_per_minute = 60\nburst_tokens = 50\n"
+    async with guarded(FakePool(), file=file) as served:
+        inputs = [pb.EmbedInput(token_ids=common_pb2.TokenIds(ids=range(20)))]
+        for _ in range(2):
+            call = served.inference.Embed(pb.EmbedRequest(inputs=inputs), metadata=as_("ann"))
+            await served.until(lambda: any(not run.is_over for run in served.pool.runs))
+            call.cancel()
+            await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
+        again = served.inference.Embed(pb.EmbedRequest(inputs=inputs), metadata=as_("ann"), timeout=9)
+        refusal = await refused(again)
+        assert (refusal.code, refusal.reason) == (C.RESOURCE_EXHAUSTED, "TENANT_LIMIT")
+        assert len(served.pool.runs) == 2
