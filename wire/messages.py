@@ -9,8 +9,12 @@ of an epoch that the gateway has given up are dropped and counted.
 """
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Total = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # since the start of a process
 
 
 class WireFinishReason(IntEnum):
@@ -219,17 +223,17 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     process exists."""
 
     epoch: str
-    num_steps: int
+    num_steps: Total
     has_work: bool
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_free_blocks: Count = 0
+    num_cached_blocks: Count = 0
     is_draining: bool = False
-    num_paused: int = 0  # in no step, because their gateways asked for it; neither running nor waiting
-    num_prefill_tokens: int = 0  # since the start, as all below
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
+    num_paused: Count = 0  # in no step, because their gateways asked for it; neither running nor waiting
+    num_prefill_tokens: Total = 0  # since the start, as all below
+    num_generated_tokens: Total = 0
+    num_preemptions: Total = 0
 
 
 class StepOutput(Message, frozen=True, kw_only=True):
@@ -270,15 +274,15 @@ class AdminReply(Message, frozen=True, kw_only=True):
 
     epoch: str
     query_id: int
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_active_blocks: int = 0
-    num_flushed_blocks: int = 0
+    num_blocks: Count = 0
+    num_free_blocks: Count = 0
+    num_cached_blocks: Count = 0
+    num_active_blocks: Count = 0
+    num_flushed_blocks: Count = 0
     violations: tuple[str, ...] = ()
-    blocks_per_cell: int = 0
+    blocks_per_cell: Count = 0
     cells: bytes = b""  # uint8, one of octavo.v1.BlockState each, in order of the blocks' ids
-    num_shared_blocks: int = 0
+    num_shared_blocks: Count = 0
     host: HostBlocks | None = None  # where cells were asked for and there is a second tier
     handles: bytes = b""  # int64[N]: unfinished outputs of the gateway that asks, the oldest first
     phases: bytes = b""  # uint8[N]: OutputPhase

@@ -368,7 +368,10 @@ def _problem(register: Register) -> str | None:
         return f"worker id and model name need 1 to {MAX_NAME_LEN} characters"
     if not 16 <= len(register.epoch) <= 64:
         return "an epoch has 16 to 64 characters"
-    counts = (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs, card.vocab_size, card.max_model_len)
+    counts = (
+        *(capacity.num_blocks, capacity.block_size, capacity.max_num_seqs, capacity.max_batch_tokens),
+        *(card.vocab_size, card.max_model_len, card.tensor_parallel_size),
+    )
     if min(counts) < 1 or max(counts) > 2**31 - 1 or not 0 <= capacity.max_waiting < 2**31:
         return "capacities and limits must be positive int32"
     return None

@@ -4,10 +4,11 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.codec import encode
-from octavo.wire.messages import Cancel, Heartbeat, NeedTokenizer, Run, TokenizerBundle, Welcome
+from octavo.wire.messages import AdminReply, Cancel, Heartbeat, NeedTokenizer, Run, TokenizerBundle, Welcome
 from tests.support.gateway.workers import Dial, card, finished, open_one
 from tests.support.waiting import until
 
@@ -57,6 +58,18 @@ async def test_a_bad_bundle_is_counted_and_asked_for_again(pool: WorkerPool, dia
     await worker.send(worker.register)
     await worker.expect(Welcome)
     await worker.expect(NeedTokenizer)
+
+
+@pytest.mark.parametrize("lie", [{"num_free_blocks": -5}, {"num_running": 2**40}, {"num_steps": -1}])
+async def test_figures_that_no_answer_could_tell_are_dropped(pool: WorkerPool, dial: Dial, lie: dict[str, int]) -> None:
+    worker = dial()
+    await worker.join(pool)
+    before = pool.workers()[0]
+    await worker.send(Heartbeat(epoch=worker.epoch, **({"num_steps": 3, "has_work": False} | lie)))
+    await worker.send(AdminReply(epoch=worker.epoch, query_id=1, num_active_blocks=-1))
+    await until(lambda: pool.stats.undecodable_frames == 2)
+    assert pool.workers()[0].num_steps == before.num_steps
+    assert pool.workers()[0].num_free_blocks == before.num_free_blocks
 
 
 async def test_ten_thousand_garbage_frames_leave_it_serving(pool: WorkerPool, dial: Dial, tmp_path: Path) -> None:

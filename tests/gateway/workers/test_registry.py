@@ -157,6 +157,8 @@ def test_a_wrong_token_is_refused(token: str) -> None:
         register("w0", E1, capacity=capacity(max_num_seqs=0)),
         register("w0", E1, capacity=capacity(block_size=-1)),
         register("w0", E1, capacity=capacity(max_waiting=-1)),
+        register("w0", E1, capacity=capacity(max_batch_tokens=-1)),
+        register("w0", E1, card=card(tensor_parallel_size=0)),
     ],
 )
 def test_what_no_correct_worker_registers_with_is_refused(message: object) -> None:
