@@ -14,6 +14,7 @@ from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.workers.errors import NoWorker
 from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.views import WorkerView
 from octavo.wire.messages import ModelCard
 
 log = structlog.get_logger(__name__)
@@ -26,6 +27,12 @@ _TextKey = tuple[str, int]  # digest of the bundle, number of ids
 
 def _key_of(card: ModelCard) -> _TextKey:
     return card.tokenizer_digest, card.vocab_size
+
+
+def check_same(card: ModelCard, worker: WorkerView) -> None:
+    """Whether the worker that was chosen has the model that a request was prepared for. Raises NoWorker."""
+    if worker.card != card:
+        raise NoWorker(card.name, f"model {card.name!r} was replaced by another of its name: send the request again")
 
 
 class ServedModels:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, error_of, from_reason
+from octavo.gateway.models import check_same
 from octavo.gateway.requests.input_processor import BACKSTOP_S, share_of, until
 from octavo.gateway.requests.spans import Journey, trace_embeddings
 from octavo.gateway.requests.submit import Collaborators
@@ -247,6 +248,7 @@ class Embedder:
     def _try_send(self, run: Run, ids_T: np.ndarray, card: ModelCard, scope: RpcScope) -> SentInput:
         num_tokens = len(ids_T)
         worker = self._pool.choose(card.name, ids_T, run.cache_salt)
+        check_same(card, worker)
         check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
         sink = VectorSink(worker.worker_id, on_started=lambda: self._tracker.quotas.started(scope.key))
         self._pool.submit(worker, run, [sink])

@@ -15,7 +15,7 @@ import numpy as np
 
 from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.config import RequestLimits
-from octavo.gateway.models import ServedModels
+from octavo.gateway.models import ServedModels, check_same
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.requests.input_processor import (
     BACKSTOP_S,
@@ -160,6 +160,7 @@ class Submitter:
         if prepared.deadline.end_s is not None and prepared.deadline.end_s <= time.monotonic():
             raise deadline_before_sending()
         worker = self._pool.choose(prepared.card.name, prepared.prompt_ids_T, salt)
+        check_same(prepared.card, worker)
         check_capacity(
             num_prompt_tokens=prepared.num_prompt_tokens,
             min_tokens=prepared.request.stop.min_tokens,

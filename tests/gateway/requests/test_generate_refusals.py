@@ -92,6 +92,29 @@ async def test_models_are_named_where_there_are_several(serve: Any) -> None:
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_WORKER")
 
 
+async def test_a_model_that_is_replaced_while_a_prompt_is_tokenized_does_not_get_it(serve: Any) -> None:
+    pool = speaking([5])
+    async with serve(pool) as served:
+        text, tokenize = served.gateway.text, served.gateway.text.run_steps
+
+        async def and_replace(*args: Any, **named: Any) -> Any:
+            encoded = await tokenize(*args, **named)
+            pool.set_views(worker_view("w1", card=model_card(fingerprint="another", tokenizer_digest="e" * 64)))
+            return encoded
+
+        text.run_steps = and_replace
+        for call in (
+            lambda: served.inference.Generate(pb.GenerateRequest(text="x")),
+            lambda: served.inference.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="x")])),
+        ):
+            pool.set_views(worker_view())
+            refusal = await refused(call())
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_WORKER")
+            assert "replaced by another of its name" in refusal.message
+            assert refusal.pushback_ms == 500
+    assert pool.runs == []
+
+
 async def test_what_can_never_fit_is_refused_at_once(serve: Any) -> None:
     small = Capacity(num_blocks=2, block_size=16, max_num_seqs=4, max_waiting=4, max_batch_tokens=64)
     cases = [
