@@ -144,9 +144,9 @@ class Embedder:
     ) -> tuple[ModelCard, list[Embedded]]:
         """A validated request's vectors, in the order of its inputs. timeout_s: the caller's, from the call's start.
         Raises RequestError, TextError, PoolError; then nothing runs any more."""
+        scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         self._tracker.check_open()
         card = self._models.card_of(request.model or scope.model, self._pool)
-        scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         end_s = _end_s(request, scope, timeout_s)
         with self._tracker.hold(scope) as preparing:
             async with until(end_s):

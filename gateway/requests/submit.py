@@ -128,6 +128,7 @@ class Submitter:
         The caller has to answer it inside of `RequestTracker.closing`. Raises RequestError, TextError, PoolError; then
         nothing is held.
         """
+        scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         self._tracker.check_open()
         deadline = deadline_of(
             arrived_s=scope.started_s,
@@ -136,7 +137,6 @@ class Submitter:
             at_end=AtDeadline.PARTIAL if request.return_partial_on_deadline else AtDeadline.STATUS,
         )
         card = self._models.card_of(request.model or scope.model, self._pool, path=f"{prefix}model")
-        scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         with self._tracker.enter(scope, num_outputs=request.num_outputs or 1):
             async with until(deadline.end_s):
                 prepared = await self._input_processor.process(

@@ -3,6 +3,8 @@
 from typing import Any
 
 import grpc
+import pytest
+import structlog
 
 from octavo.gateway.config import RequestLimits
 from octavo.v1 import common_pb2
@@ -71,6 +73,23 @@ async def test_without_a_worker_the_caller_may_come_back(serve: Any) -> None:
         refusal = await refused(served.inference.Generate(pb.GenerateRequest(text="x")))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_WORKER")
     assert (refusal.pushback_ms, refusal.tokens_delivered) == (500, 0)
+
+
+@pytest.mark.parametrize("is_draining", [False, True], ids=["no worker", "draining"])
+async def test_a_request_that_gets_no_further_has_an_id_for_its_caller_and_the_log(
+    serve: Any, is_draining: bool
+) -> None:
+    async with serve(FakePool(views=[])) as served:
+        served.gateway.tracker.is_draining = is_draining
+        with structlog.testing.capture_logs() as lines:
+            refusals = [
+                await refused(served.inference.Generate(pb.GenerateRequest(text="x"))),
+                await refused(served.inference.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="x")]))),
+            ]
+    assert {refusal.reason for refusal in refusals} == {"DRAINING" if is_draining else "NO_WORKER"}
+    ids = [refusal.request_id for refusal in refusals]
+    assert all(each.startswith("req-") for each in ids)
+    assert [line["request_id"] for line in lines if line["event"] == "end"] == ids
 
 
 async def test_models_are_named_where_there_are_several(serve: Any) -> None:
