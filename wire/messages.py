@@ -230,7 +230,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_free_blocks: Count = 0
     num_cached_blocks: Count = 0
     is_draining: bool = False
-    num_paused: Count = 0  # in no step, because their gateways asked for it; neither running nor waiting
+    num_paused: Count = 0  # in no step, and none is due: their gateways asked for it, or they wait for grammars
     num_prefill_tokens: Total = 0  # since the start, as all below
     num_generated_tokens: Total = 0
     num_preemptions: Total = 0

@@ -196,7 +196,7 @@ class Engine:
         if self._scheduler.has_work and not self.stats.has_work:
             running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
             # Should this very step hang, the watchdog must know that there was work.
-            self.stats = self.stats._replace(num_running=running, num_waiting=waiting)
+            self.stats = self.stats._replace(num_running=running, num_waiting=waiting, awaits_grammars=False)
         self._pipeline.launch_ahead()
         if len(self._pipeline):
             self._pipeline.collect()
@@ -334,6 +334,7 @@ class Engine:
             waiting_since_s=self._scheduler.waiting_since_s if self._scheduler.num_waiting else None,
             num_paused=self._scheduler.num_paused,
             num_in_flight=self._scheduler.num_in_flight,
+            awaits_grammars=self._scheduler.awaits_grammars,
             is_draining=self._scheduler.is_draining,
             num_blocks=self._blocks.config.num_blocks,
             num_free_blocks=self._blocks.num_free,

@@ -105,6 +105,7 @@ class EngineStats(NamedTuple):
     at every step.
 
     waiting_since_s: by the engine's clock, of the request that has waited longest; None where none waits.
+    awaits_grammars: as the scheduler has it.
     """
 
     num_steps: int = 0
@@ -113,6 +114,7 @@ class EngineStats(NamedTuple):
     waiting_since_s: float | None = None
     num_paused: int = 0
     num_in_flight: int = 0
+    awaits_grammars: bool = False
     is_draining: bool = False
     num_blocks: int = 0
     num_free_blocks: int = 0
@@ -136,8 +138,9 @@ class EngineStats(NamedTuple):
 
     @property
     def has_work(self) -> bool:
-        """Whether steps should advance: for paused requests there are none."""
-        return bool(self.num_running or self.num_waiting or self.num_in_flight)
+        """Whether steps should advance: for paused requests there are none, nor before a grammar is compiled, which
+        has a bound of its own."""
+        return bool(self.num_running or self.num_waiting or self.num_in_flight) and not self.awaits_grammars
 
 
 class Observer(Protocol):

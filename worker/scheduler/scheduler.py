@@ -131,6 +131,11 @@ class Scheduler:
         return self._requests.waiting.waiting_since_s()
 
     @property
+    def awaits_grammars(self) -> bool:
+        """Whether nothing can be done before a grammar is compiled: who waits is in no queue."""
+        return bool(self.num_waiting) and not (self._in_flight or self.num_running or len(self._requests.waiting))
+
+    @property
     def num_paused(self) -> int:
         """Requests that are in no step until their callers read on, with a slot or without."""
         return len(self._requests.paused) + len(self._requests.parked)

@@ -107,16 +107,18 @@ class HeartbeatThread:
 
 
 def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:
-    """The engine's snapshot as a message."""
+    """The engine's snapshot as a message. Where all that waits waits for grammars it is told as paused: gateways must
+    expect no steps."""
+    num_held = stats.num_waiting if stats.awaits_grammars else 0
     return Heartbeat(
         epoch=epoch,
         num_steps=stats.num_steps,
         has_work=stats.has_work,
         num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
+        num_waiting=stats.num_waiting - num_held,
         num_free_blocks=stats.num_free_blocks,
         num_cached_blocks=stats.num_cached_blocks,
-        num_paused=stats.num_paused,
+        num_paused=stats.num_paused + num_held,
         is_draining=stats.is_draining,
         num_prefill_tokens=stats.num_prefill_tokens,
         num_generated_tokens=stats.num_generated_tokens,

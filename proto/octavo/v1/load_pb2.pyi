@@ -588,7 +588,7 @@ class WorkerSnapshot(_message.Message):
     num_waiting: _builtins.int
     """Outputs that wait."""
     num_paused: _builtins.int
-    """Outputs that are in no step because their callers are slow to read."""
+    """Outputs that are in no step because their callers are slow to read, or wait for their constraints and nothing else is done."""
     prefill_tokens_per_s: _builtins.float
     """Prompt tokens per second that it computed, those of preempted requests again."""
     generation_tokens_per_s: _builtins.float

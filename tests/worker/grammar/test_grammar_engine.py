@@ -12,6 +12,8 @@ from octavo.wire.messages import Finished, Grammar, GrammarKind, Pooling, WireFi
 from octavo.worker.grammar import manager
 from octavo.worker.grammar.vocabulary import Vocabulary
 from octavo.worker.scheduler.request import Phase
+from octavo.worker.transport.heartbeat import heartbeat_of
+from octavo.worker.transport.watchdog import Watchdog
 from tests.support.grammar.models import Speaker, as_json, oracle_speaker, tiny_speaker
 from tests.support.grammar.rig import GrammarRig, Output, json_schema
 from tests.support.grammar.schemas import SchemaMaker
@@ -231,6 +233,24 @@ def test_others_go_on_while_a_grammar_is_compiled_and_no_block_is_held_for_it(ti
     assert (rig.blocks.num_active, rig.scheduler.num_waiting) == (0, 2)
     slow.may_go.set()
     assert [tiny.text(rig.run()[handle].token_ids) for handle in (0, 1)] == ["ab", "ab"]
+    rig.close()
+
+
+def test_a_worker_that_only_waits_for_grammars_makes_no_steps_and_is_not_stalled(tiny: Speaker) -> None:
+    rig, slow = slow_rig(tiny)
+    watchdog = Watchdog(stall_timeout_s=40.0)
+    rig.ask(0, [1, 2], regex("ab"), fork_handles=(1,))
+    rig.ask(2, [1, 2], regex("cd"))
+    rig.step()
+    assert [watchdog.is_stalled(rig.engine.stats, now_s) for now_s in (0.0, 30.0, 60.0)] == [False] * 3
+    beat = heartbeat_of(rig.engine.stats, "e")
+    assert (beat.has_work, beat.num_running, beat.num_waiting, beat.num_paused) == (False, 0, 0, 3)
+    rig.ask(3, [1, 2, 3], max_tokens=20)
+    rig.step()
+    beat = heartbeat_of(rig.engine.stats, "e")
+    assert (beat.has_work, beat.num_running, beat.num_waiting, beat.num_paused) == (True, 1, 3, 0)
+    slow.may_go.set()
+    rig.run()
     rig.close()
 
 
