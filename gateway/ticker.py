@@ -148,9 +148,10 @@ class Ticker:
     def take_gauges(self) -> None:
         """Set the gauges."""
         meters, num_entered = self._meters, self._tracker.admission.counts().num_entered
-        meters.num_running = self._tracker.num_scheduled()
-        meters.num_waiting = len(self._tracker) - meters.num_running
-        meters.num_preparing = num_entered - len(self._tracker)
+        embeddings = [each for each in self._tracker.preparing if each.model]
+        num_sent = len(self._tracker) + len(embeddings)
+        meters.num_running = self._tracker.num_scheduled() + sum(each.is_begun for each in embeddings)
+        meters.num_waiting, meters.num_preparing = num_sent - meters.num_running, num_entered - num_sent
         meters.num_tokenizing = self._text.num_waiting
         meters.is_draining = self._tracker.is_draining
         meters.token_interval_s = self._coalescer.interval_s

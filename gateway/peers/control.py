@@ -258,11 +258,12 @@ class Control:
 
     def _load(self) -> PeerReply:
         num_in_flight = self._tracker.admission.counts().num_entered
+        num_sent = len(self._tracker) + sum(bool(each.model) for each in self._tracker.preparing)
         return PeerReply(
             call_id=_NO_ID,
             gateway_id="",
             num_in_flight=num_in_flight,
-            num_preparing=num_in_flight - len(self._tracker),
+            num_preparing=num_in_flight - num_sent,
             tokens_per_s=self._throughput.read(self._num_generated(), now_s=time.monotonic()),
             is_draining=self._tracker.is_draining,
         )

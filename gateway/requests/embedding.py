@@ -211,7 +211,7 @@ class Embedder:
                     traceparent=scope.traceparent,
                 )
                 try:
-                    sent.append(await self._send(run, ids_T, card, scope, sent))
+                    sent.append(await self._send(run, ids_T, card, preparing, sent))
                 except ExceedsCapacity as error:
                     raise ExceedsCapacity(str(error), field=f"inputs[{index}]") from None
             return [await each.result() for each in sent]
@@ -229,13 +229,13 @@ class Embedder:
             await _first_of(running)
 
     async def _send(
-        self, run: Run, ids_T: np.ndarray, card: ModelCard, scope: RpcScope, sent: Sequence[SentInput]
+        self, run: Run, ids_T: np.ndarray, card: ModelCard, preparing: PreparingRequest, sent: Sequence[SentInput]
     ) -> SentInput:
         """To a worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
         num_gone = 0
         while True:
             try:
-                return self._try_send(run, ids_T, card, scope)
+                return self._try_send(run, ids_T, card, preparing)
             except WorkerGone:
                 num_gone += 1
                 if num_gone == MAX_CHOICES:
@@ -245,13 +245,19 @@ class Embedder:
                     raise
                 await _first_of(running)
 
-    def _try_send(self, run: Run, ids_T: np.ndarray, card: ModelCard, scope: RpcScope) -> SentInput:
-        num_tokens = len(ids_T)
+    def _try_send(self, run: Run, ids_T: np.ndarray, card: ModelCard, preparing: PreparingRequest) -> SentInput:
+        num_tokens, scope = len(ids_T), preparing.scope
+
+        def started() -> None:
+            preparing.is_begun = True
+            self._tracker.quotas.started(scope.key)
+
         worker = self._pool.choose(card.name, ids_T, run.cache_salt)
         check_same(card, worker)
         check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
-        sink = VectorSink(worker.worker_id, on_started=lambda: self._tracker.quotas.started(scope.key))
+        sink = VectorSink(worker.worker_id, on_started=started)
         self._pool.submit(worker, run, [sink])
+        preparing.model = card.name
         meters = self._meters.of_model(card.name)
         meters.started += 1
         meters.prompt_tokens += num_tokens

@@ -29,14 +29,16 @@ from octavo.wire.messages import ModelCard, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class PreparingRequest:
-    """A request that no worker has yet. error: why the gateway cancelled the task. num_used_tokens: what a tenant's
-    quota is charged if the request ends here."""
+    """A request that no worker has yet, or an embedding. error: why the gateway cancelled the task. num_used_tokens: of
+    a tenant's quota if it ends here. model: once a worker has a part of it. is_begun: a worker computes for it."""
 
     task: "asyncio.Task[object]"
     scope: RpcScope
     num_outputs: int = 1
     error: RequestError | None = None
     num_used_tokens: int = 0
+    model: str = ""
+    is_begun: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -164,9 +164,12 @@ class OwnLoad:
             for tally in tallies:
                 tally.add(phase)
         for preparing in self._tracker.preparing:
-            total.add(pb.REQUEST_PHASE_PREPARING)
+            phase = _phase_of_preparing(preparing)
+            total.add(phase)
+            if preparing.model:
+                models[preparing.model].add(phase)
             if (tenant := preparing.scope.caller.tenant) is not None:
-                tenants[tenant].add(pb.REQUEST_PHASE_PREPARING)
+                tenants[tenant].add(phase)
         return GatewayPart(
             window_s=window_s,
             total=total.part("", ModelCounts()),
@@ -225,13 +228,20 @@ def _tenant_parts(tenants: dict[str, _Tally], counts: Counts) -> tuple[LoadPart,
     return tuple(sorted(parts, key=lambda part: (-part.num_in_flight, part.name))[:MAX_TENANTS])
 
 
+def _phase_of_preparing(preparing: PreparingRequest) -> "pb.RequestPhase.ValueType":
+    """Of an embedding as its inputs at workers tell, once there are any."""
+    if not preparing.model:
+        return pb.REQUEST_PHASE_PREPARING
+    return pb.REQUEST_PHASE_PREFILL if preparing.is_begun else pb.REQUEST_PHASE_QUEUED
+
+
 def _preparing_part(preparing: PreparingRequest, now_s: float) -> RequestPart:
     scope = preparing.scope
     return RequestPart(
         request_id=scope.request_id,
-        phase=pb.REQUEST_PHASE_PREPARING,
+        phase=_phase_of_preparing(preparing),
         age_s=now_s - scope.started_s,
-        model=scope.model,
+        model=preparing.model or scope.model,
         tenant=scope.caller.tenant or "",
         num_outputs=preparing.num_outputs,
     )

@@ -16,7 +16,7 @@ from octavo.gateway.config import AccessConfig, RequestLimits
 from octavo.gateway.watching import part, watch
 from octavo.gateway.workers.queries import WorkerLook
 from octavo.gateway.workers.views import WorkerState
-from octavo.v1 import common_pb2
+from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import load_pb2 as load
 from octavo.wire.messages import HostBlocks, OutputPhase
@@ -410,3 +410,23 @@ async def test_who_asks_for_more_just_when_others_have_been_answered_is_answered
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+async def test_an_embedding_is_shown_where_its_inputs_are(serve: Any) -> None:
+    async with serve(admin_address="127.0.0.1:0") as served:
+        inputs = [pb.EmbedInput(token_ids=common_pb2.TokenIds(ids=range(length))) for length in (2, 3)]
+        call = served.inference.Embed(pb.EmbedRequest(request_id="e", inputs=inputs))
+        await served.until(lambda: len(served.pool.runs) == 2)
+        meters = served.gateway.meters
+        for phase, num_waiting, num_running in ((load.REQUEST_PHASE_QUEUED, 1, 0), (load.REQUEST_PHASE_PREFILL, 0, 1)):
+            found = await snapshot(served, max_requests=5)
+            assert [(each.request_id, each.phase, each.model) for each in found.requests] == [("e", phase, "tiny")]
+            for figures in (found.total, found.models[0].figures):
+                counts = (figures.num_in_flight, figures.num_preparing, figures.num_waiting, figures.num_running)
+                assert counts == (1, 0, num_waiting, num_running)
+            served.gateway.ticker.take_gauges()
+            assert (meters.num_preparing, meters.num_waiting, meters.num_running) == (0, num_waiting, num_running)
+            served.pool.runs[0].sink.on_started()
+        told = (await served.admin.GetLoad(admin_pb2.GetLoadRequest())).gateways[0]
+        assert (told.num_in_flight, told.num_preparing) == (1, 0)
+        call.cancel()
