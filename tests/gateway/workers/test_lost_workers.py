@@ -8,9 +8,11 @@ import pytest
 
 from octavo.gateway.workers.errors import NoWorker, WorkerGone
 from octavo.gateway.workers.pool import WorkerPool
+from octavo.wire.codec import encode
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Heartbeat, Leaving, Refused, Run, Welcome
 from tests.support.gateway.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request, submit
+from tests.support.waiting import until
 
 Sleeper = subprocess.Popen[bytes]
 
@@ -73,6 +75,23 @@ async def test_a_restarted_worker_is_taken_at_once(pool: WorkerPool, dial: Dial,
     await second.send(second.register)
     assert await second.expect(Welcome) == Welcome(gateway_id=pool.gateway_id, epoch=second.epoch)
     assert sink.calls == [("lost", "WORKER_LOST")]
+
+
+async def test_a_registration_that_waits_when_the_end_of_its_former_life_is_noticed_is_taken(
+    pool: WorkerPool, dial: Dial, sleeper: Sleeper
+) -> None:
+    former, second = dial(pid=sleeper.pid, pid_namespace=pid_namespace()), dial()
+    await former.join(pool)
+    await second.send(Heartbeat(epoch=second.epoch, num_steps=0, has_work=False))
+    await until(lambda: pool.stats.stale_messages == 1)  # it is connected
+    sleeper.kill()
+    sleeper.wait()
+    second.socket.send(encode(second.register))
+    assert pool._link._sockets[0]._socket.poll(30_000)  # no turn of the loop: it waits there when the end is seen
+    (record,) = pool._registry
+    pool._executor.watch.check(record.incarnation)
+    assert await second.expect(Welcome) == Welcome(gateway_id=pool.gateway_id, epoch=second.epoch)
+    assert [view.epoch for view in pool.workers()] == [second.epoch]
 
 
 async def test_a_silent_worker_is_given_up_and_told_when_it_speaks_again(tmp_path: Path) -> None:
