@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import PeerFull
@@ -19,7 +20,7 @@ from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerReco
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, WorkerState
 from octavo.wire.host import pid_namespace
-from octavo.wire.messages import Cancel, Heartbeat, Leaving, Run, WireFinishReason
+from octavo.wire.messages import Cancel, Heartbeat, Leaving, Run, TokenLogprobs, WireFinishReason
 from tests.support.gateway.workers import (
     FakeWorker,
     RecordingSink,
@@ -332,6 +333,39 @@ async def test_a_suspect_with_which_its_worker_broke_the_protocol_keeps_no_other
         await second.step([(again.handle, 7)], finished=(finished(again.handle, 1),))
         await next_one.end()
         assert (next_one.tokens, pool.num_outputs, pool._migration.on_probation) == ([7], 0, {})
+
+
+class ScoredSink(RecordingSink):
+    """Takes the prompt's log-probabilities too."""
+
+    def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        self.calls.append(("scores", *[each.logprob for each in logprobs]))
+
+
+@pytest.mark.parametrize("num_scored", [0, 1, 2])
+async def test_a_prompt_that_is_told_in_part_moves_nowhere_and_one_that_is_told_is_not_told_again(
+    tmp_path: Path, num_scored: int
+) -> None:
+    scores = [TokenLogprobs(-1.0, (), ()), TokenLogprobs(-2.0, (), ())]
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        (view,) = (view for view in pool.workers() if view.epoch == first.epoch)
+        sink = ScoredSink()
+        submit(pool, view, request(num_prompt_logprobs=0), sink)
+        run = await first.expect(Run)
+        if num_scored:
+            await first.step([], prompt_logprobs={run.handle: scores[:num_scored]})
+            await until(lambda: sink.calls)
+        await die(pool, first)
+        if num_scored == 1:
+            assert await sink.end() == ("lost", "WORKER_LOST")
+            assert await second.hears_nothing()
+            return
+        again = await second.expect(Run)
+        assert again.sampling.num_prompt_logprobs == (None if num_scored else 0)
+        told = {} if num_scored else {again.handle: scores}
+        await second.step([(again.handle, 7)], prompt_logprobs=told, finished=(finished(again.handle, 1),))
+        assert (await sink.end())[0] == "finished"
+        assert [call for call in sink.calls if call[0] == "scores"] == [("scores", -1.0, -2.0)]
 
 
 async def test_it_moves_so_often_and_no_more(tmp_path: Path) -> None:
