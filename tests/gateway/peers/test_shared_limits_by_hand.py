@@ -63,6 +63,20 @@ def test_a_gateway_that_takes_its_leave_frees_at_once_and_what_is_late_of_it_cha
     fill(two, other, MAX_REQUESTS)
 
 
+def test_a_gateway_that_took_its_leave_is_not_missed_and_one_that_died_is() -> None:
+    for has_left in (True, False):
+        service = Service(1, 2, delay_s=0.0, loss=0.0)
+        service.run(0.1)
+        one, other = service.gates
+        assert len(other.limits.heard(service.now_ns)) == 1
+        if has_left:
+            other.limits.hear(one.limits.farewell(), service.now_ns)
+        later_ns = service.now_ns + round(FORGET_S * 2e9)
+        assert len(other.limits.heard(later_ns)) == (0 if has_left else 1)
+        assert other.limits.age_s(later_ns) == (0.0 if has_left else pytest.approx(2 * FORGET_S, abs=SWEEP_S))
+        assert len(other.limits.forget_silent(later_ns)) == (0 if has_left else 1)
+
+
 def test_tokens_spent_elsewhere_are_missing_here_and_unused_ones_come_back(two: Service) -> None:
     one, other = two.gates
     (held,) = fill(two, one, 1, BURST)
