@@ -7,6 +7,7 @@ import pytest
 from octavo.gateway.auth.authenticator import Caller, TenantLimits
 from octavo.gateway.errors import ExceedsCapacity, QueueFull, TenantLimit
 from octavo.gateway.peers.limits import FORGET_S, GAP_S, SWEEP_S
+from octavo.gateway.requests.admission import TenantQuotas
 from octavo.wire.peer_messages import PeerUse, TenantUse
 from tests.support.gateway.sharing import BURST, MAX_REQUESTS, MAX_SERVICE, TENANT, Gate, Request, Service
 
@@ -61,6 +62,21 @@ def test_a_gateway_that_takes_its_leave_frees_at_once_and_what_is_late_of_it_cha
     other.limits.hear(one.limits.farewell(), two.now_ns)
     other.limits.hear(late, two.now_ns)
     fill(two, other, MAX_REQUESTS)
+
+
+def test_what_was_spent_behind_a_refund_that_nobody_heard_of_is_charged_whole() -> None:
+    quotas, minute_ns = TenantQuotas(), 60 * 10**9
+    limits = TenantLimits(tokens_per_minute=100, burst_tokens=100)
+    caller = Caller(name="t", tenant="t", scopes=frozenset(), limits=limits)
+    spent = TenantUse(name="t", num_spent=100, num_lacking=100, tokens_per_minute=100, burst_tokens=100)
+    quotas.hear("other", spent, 0, is_first=True)
+    # 60 came back, the bucket was full again, and 50 were spent since.
+    again = TenantUse(name="t", num_spent=90, num_spent_before=40, tokens_per_minute=100, burst_tokens=100)
+    quotas.hear("other", again, minute_ns, is_first=False)
+    quotas.enter("t\nr", caller, minute_ns)
+    with pytest.raises(TenantLimit):
+        quotas.reserve("t\nr", 51, minute_ns)
+    quotas.reserve("t\nr", 50, minute_ns)
 
 
 def test_a_gateway_that_took_its_leave_is_not_missed_and_one_that_died_is() -> None:
