@@ -1,9 +1,10 @@
+import asyncio
 import inspect
 
 import pytest
 
 from octavo import AsyncClient, AsyncTextStream, Client, TextStream
-from octavo.client.errors import InvalidRequest, Overloaded, Unavailable
+from octavo.client.errors import Cancelled, InvalidRequest, Overloaded, Unavailable
 from tests.support.gateway.scripted_server import Script, finished
 
 
@@ -46,6 +47,47 @@ async def test_leaving_a_stream_ends_the_request_on_the_server(target: str, scri
             async for _ in stream:
                 break
         assert script.ended.wait(30.0)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_stream_that_is_ended_here_does_not_end_the_task_that_reads_it(
+    target: str, script: Script, closes: bool
+) -> None:
+    script.hold_s = 120.0
+    client, was_read = AsyncClient(target), asyncio.Event()
+    stream = client.stream(text="hi")
+
+    async def read() -> None:
+        async for _ in stream:
+            was_read.set()
+
+    reader = asyncio.create_task(read())
+    await was_read.wait()
+    if closes:
+        await client.close()
+    else:
+        stream.cancel()
+    with pytest.raises(Cancelled):
+        await reader
+    assert not reader.cancelled()
+    await client.close()
+
+
+async def test_a_task_that_is_cancelled_ends_as_tasks_do(target: str, script: Script) -> None:
+    script.hold_s = 120.0
+
+    async def read() -> None:
+        async for _ in client.stream(text="hi"):
+            was_read.set()
+
+    async with AsyncClient(target) as client:
+        was_read = asyncio.Event()
+        reader = asyncio.create_task(read())
+        await was_read.wait()
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert reader.cancelled()
 
 
 async def test_models_and_tokens(target: str) -> None:

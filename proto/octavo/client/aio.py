@@ -1,17 +1,34 @@
 """The client for asyncio: one object per server and event loop."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
-from octavo.client.errors import error_from
+from octavo.client.errors import Cancelled, error_from
 from octavo.client.events import AsyncStreamCall, TextSoFar
 from octavo.client.options import call_metadata, open_aio_channel
 from octavo.client.requests import GenerateFields, generate_request
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
+
+
+@contextmanager
+def _octavo_errors() -> Iterator[None]:
+    """What a call raises as an OctavoError. A call that `cancel()` or `close()` ended here raises asyncio's own
+    CancelledError, as the task does that somebody cancels: the end of the task alone passes as it is."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_from(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Cancelled("the call was cancelled here", code=grpc.StatusCode.CANCELLED) from None
 
 
 class AsyncTextStream(TextSoFar[AsyncStreamCall]):
@@ -24,13 +41,11 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
 
     async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
-        try:
+        with _octavo_errors():
             async for response in self._call:
                 delta = self._events.take(response)
                 if delta is not None:
                     yield delta
-        except grpc.RpcError as error:
-            raise error_from(error) from None
         self._events.end()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
@@ -96,13 +111,11 @@ class AsyncClient:
     ) -> inference_pb2.CompleteResponse:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
-        try:
+        with _octavo_errors():
             answer: inference_pb2.CompleteResponse = await self._inference.Complete(
                 wrapped, timeout=timeout_s, metadata=self._metadata
             )
             return answer
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     async def embed(
         self,
@@ -113,29 +126,25 @@ class AsyncClient:
     ) -> inference_pb2.EmbedResponse:
         """A vector for each input: `[each.values for each in await client.embed(["a", "b"]).embeddings]`."""
         request = embed_request(inputs, **fields)
-        try:
+        with _octavo_errors():
             answer: inference_pb2.EmbedResponse = await self._inference.Embed(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
         """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
         request = inference_pb2.CancelRequest(request_id=request_id)
-        try:
+        with _octavo_errors():
             answer: inference_pb2.CancelResponse = await self._inference.Cancel(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     async def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """What is served, with the limits of requests."""
-        try:
+        with _octavo_errors():
             return list(
                 (
                     await self._models.ListModels(
@@ -143,8 +152,6 @@ class AsyncClient:
                     )
                 ).models
             )
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     async def watch_load(
         self,
@@ -166,31 +173,26 @@ class AsyncClient:
         )
         call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            async for snapshot in call:
-                yield snapshot
-        except grpc.RpcError as error:
-            raise error_from(error) from None
+            with _octavo_errors():
+                async for snapshot in call:
+                    yield snapshot
         finally:
             call.cancel()
 
     async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""
         request = inference_pb2.TokenizeRequest(model=model, text=text)
-        try:
+        with _octavo_errors():
             return list((await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata)).token_ids)
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        try:
+        with _octavo_errors():
             answer: inference_pb2.DetokenizeResponse = await self._inference.Detokenize(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer.text
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
