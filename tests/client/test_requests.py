@@ -84,6 +84,9 @@ def test_an_unknown_role_or_output_is_named() -> None:
         ({"regex": "\ud83d"}, ValueError),
         ({"temperature": "hot"}, TypeError),
         ({"stop": [5]}, TypeError),
+        ({"stop": "END"}, TypeError),
+        ({"bad_words": "fox"}, TypeError),
+        ({"choice": "yes"}, TypeError),
     ],
 )
 def test_a_value_that_a_field_cannot_hold_names_the_field(fields: dict[str, object], error: type[Exception]) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from octavo.client.field_values import assign, naming
+from octavo.client.field_values import assign, extend
 from octavo.v1 import inference_pb2
 
 JsonSchema = str | Mapping[str, Any] | type
@@ -24,8 +24,7 @@ def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping
     if names[0] == "json_schema":
         assign(constraint, "json_schema", schema_text(value))
     elif names[0] == "choice":
-        with naming("choice"):
-            constraint.choice.options.extend(value)
+        extend(constraint.choice.options, "choice", value)
     else:
         assign(constraint, names[0], value)
 

@@ -1,7 +1,8 @@
 """Sets fields of messages from plain Python values, and says which field it is that cannot hold one. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -10,6 +11,14 @@ def assign(message: Message, name: str, value: object) -> None:
     """Raises TypeError and ValueError that begin with the field's name."""
     with naming(name):
         setattr(message, name, value)
+
+
+def extend(repeated: MutableSequence[Any], name: str, values: Any) -> None:
+    """The same for a repeated field. One text is a TypeError: each of its characters would be an element."""
+    with naming(name):
+        if isinstance(values, str):
+            raise TypeError(f"is a sequence, not the text {values!r}")
+        repeated.extend(values)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from octavo.client.constraints import JsonSchema, set_constraint
-from octavo.client.field_values import assign, naming
+from octavo.client.field_values import assign, extend, naming
 from octavo.client.tools import Tool, set_tools, tool_call
 from octavo.v1 import common_pb2, inference_pb2
 
@@ -148,8 +148,7 @@ def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict[str, Any])
         assign(sampling, name, given.pop(name))
     for name in _SAMPLING_LISTS:
         if name in given:
-            with naming(name):
-                getattr(sampling, name).extend(given.pop(name))
+            extend(getattr(sampling, name), name, given.pop(name))
     with naming("logit_bias"):
         sampling.logit_bias.update(given.pop("logit_bias", {}))
 
@@ -160,8 +159,7 @@ def _set_stop(stop: inference_pb2.StopConditions, given: dict[str, Any]) -> None
             assign(stop, name, given.pop(name))
     for name, repeated in (("stop", stop.strings), ("stop_token_ids", stop.token_ids)):
         if name in given:
-            with naming(name):
-                repeated.extend(given.pop(name))
+            extend(repeated, name, given.pop(name))
 
 
 def _set_output(output: inference_pb2.OutputOptions, given: dict[str, Any]) -> None:
