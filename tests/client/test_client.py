@@ -6,6 +6,7 @@ import pytest
 from octavo import Client
 from octavo.client.errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
 from octavo.client.options import tls_credentials
+from octavo.client.requests import generate_request
 from octavo.v1 import model_pb2
 from tests.support.gateway.scripted_server import Script, finished
 
@@ -106,6 +107,15 @@ def test_one_message_has_it_all(client: Client, script: Script) -> None:
     answer = client.complete(messages=[("user", "hi")], max_tokens=2)
     assert (answer.text, answer.finished) == ("Hello, wörld", finished())
     assert script.requests[0].stop.max_tokens == 2
+
+
+def test_a_request_that_is_made_takes_no_further_fields(client: Client, script: Script) -> None:
+    request = generate_request(text="hi", max_tokens=2)
+    assert "".join(client.stream(request)) == client.complete(request).text == "Hello, wörld"
+    for call in (client.stream, client.complete):
+        with pytest.raises(TypeError, match="takes no further fields; got max_tokens, seed"):
+            call(request, seed=1, max_tokens=5)
+    assert script.requests == [request, request]
 
 
 def test_models_and_tokens(client: Client) -> None:

@@ -12,7 +12,7 @@ from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.errors import Cancelled, error_from
 from octavo.client.events import AsyncStreamCall, TextSoFar
 from octavo.client.options import call_metadata, open_aio_channel
-from octavo.client.requests import GenerateFields, generate_request
+from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
 
 
@@ -98,7 +98,7 @@ class AsyncClient:
         **fields: Unpack[GenerateFields],
     ) -> AsyncTextStream:
         """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
-        request = request or generate_request(**fields)
+        request = request_of(request, fields)
         call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
 
@@ -110,7 +110,7 @@ class AsyncClient:
         **fields: Unpack[GenerateFields],
     ) -> inference_pb2.CompleteResponse:
         """Generate, answered in one message."""
-        wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
+        wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
         with _octavo_errors():
             answer: inference_pb2.CompleteResponse = await self._inference.Complete(
                 wrapped, timeout=timeout_s, metadata=self._metadata

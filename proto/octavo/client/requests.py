@@ -109,6 +109,15 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
     return request
 
 
+def request_of(request: inference_pb2.GenerateRequest | None, fields: GenerateFields) -> inference_pb2.GenerateRequest:
+    """The request that is given, or one with these fields. Raises TypeError for both, and as `generate_request`."""
+    if request is None:
+        return generate_request(**fields)
+    if fields:
+        raise TypeError(f"a request that is made takes no further fields; got {', '.join(sorted(fields))}")
+    return request
+
+
 def chat_message(message: Message) -> inference_pb2.ChatMessage:
     """The message as the contract has it. Raises ValueError for an unknown role."""
     if isinstance(message, inference_pb2.ChatMessage):
