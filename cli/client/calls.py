@@ -51,7 +51,7 @@ def read_texts(words: Sequence[str]) -> list[str]:
     """The arguments, or the lines of stdin for `-` or none. Raises CliError where there is no text."""
     if list(words) not in ([], ["-"]):
         return list(words)
-    texts = [] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    texts = [] if sys.stdin.isatty() else [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     if not texts:
         raise usage("no texts", "neither the command line nor stdin has one", 'octavo embed "a fox" "a dog"')
     return texts

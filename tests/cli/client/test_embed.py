@@ -23,7 +23,7 @@ def test_each_text_becomes_a_line(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_lines_of_stdin_are_texts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo \n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\r\ntwo \r\n", newline="\n"))
     with running(Script()) as target:
         assert main(["embed", "--port", target.rpartition(":")[2]]) == 0
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == ["one", "two "]
