@@ -56,11 +56,11 @@ def generate(
 
 
 def _print_stream(stream: TextStream) -> None:
-    """One output as it comes; of several each when it is complete, under its number."""
-    several = len(stream.outputs) > 1
+    """One output as it comes; several when the last is complete, each under its number."""
     for delta in stream.deltas():
-        if not several:
+        if len(stream.outputs) == 1:
             _write(_shown(delta.text, delta.token_ids))
+    several = len(stream.outputs) > 1
     for index, output in enumerate(stream.outputs if several else ()):
         _write(f"[{index}] {_shown(output.text, output.token_ids)}\n")
     _write("\n" * (not several))

@@ -120,7 +120,7 @@ class OutputOptions:
     """What is sampled and what is told; see `cli.client.generate_options`."""
 
     num_outputs: Annotated[
-        int | None, typer.Option("--num-outputs", "-n", help="Outputs; each is printed when it is complete.")
+        int | None, typer.Option("--num-outputs", "-n", help="Outputs; all are printed when the last is complete.")
     ] = None
     min_tokens: Annotated[int | None, typer.Option("--min-tokens", help="No end before so many tokens.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False

@@ -1,3 +1,4 @@
+import tracemalloc
 from collections.abc import Iterator
 
 import grpc
@@ -31,6 +32,16 @@ def test_several_outputs_are_told_apart(client: Client) -> None:
     assert [each.finished and each.finished.output_index for each in stream.outputs] == [0, 1]
     with pytest.raises(ValueError, match="2 outputs"):
         "".join(client.stream(text="hi", num_outputs=2))
+
+
+def test_outputs_that_no_server_admits_take_no_memory(client: Client, script: Script, refusal: tuple) -> None:
+    script.failures.append(refusal)
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest):
+        list(client.stream(text="hi", num_outputs=100_000).pieces())
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**20
 
 
 def test_a_request_is_cancelled_by_its_id(client: Client, script: Script, refusal: tuple) -> None:

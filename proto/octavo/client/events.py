@@ -59,10 +59,14 @@ class StreamEvents:
     num_outputs: int = 1
     started: inference_pb2.Started | None = None
     prompt_logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
-    outputs: list[OutputSoFar] = field(init=False)
+    _outputs: list[OutputSoFar] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.outputs = [OutputSoFar() for _ in range(self.num_outputs)]
+    @property
+    def outputs(self) -> list[OutputSoFar]:
+        """Each output so far; made when they are first asked for, since the server may not admit so many."""
+        if not self._outputs:
+            self._outputs = [OutputSoFar() for _ in range(self.num_outputs)]
+        return self._outputs
 
     @property
     def first(self) -> OutputSoFar:
@@ -88,7 +92,7 @@ class StreamEvents:
         return None
 
     def _output(self, index: int) -> OutputSoFar:
-        if index >= len(self.outputs):
+        if index >= self.num_outputs:
             raise ServerFault(f"output {index} was not asked for", code=grpc.StatusCode.INTERNAL)
         return self.outputs[index]
 
