@@ -66,6 +66,12 @@ def refusal(request: Request, config: SchedulerConfig, *, pool_tokens: int) -> E
         return failure("INVALID_FIELD", f"prompt_ids: {int(wrong[0])} is not in [0, {config.vocab_size})")
     if request.sampling.max_tokens < 1:
         return failure("INVALID_FIELD", f"sampling.max_tokens: {request.sampling.max_tokens} is below 1")
+    if not 0 <= request.sampling.min_tokens <= config.max_model_len:
+        wrong_min = request.sampling.min_tokens
+        return failure("INVALID_FIELD", f"sampling.min_tokens: {wrong_min} is not in [0, {config.max_model_len}]")
+    if wrong_stop := [stop for stop in request.sampling.stop_token_ids if not 0 <= stop < config.vocab_size]:
+        detail = f"sampling.stop_token_ids: {wrong_stop[0]} is not in [0, {config.vocab_size})"
+        return failure("INVALID_FIELD", detail)
     if num_resumed >= request.sampling.max_tokens:
         return failure("INVALID_FIELD", f"num_resumed_tokens: {num_resumed} of {request.sampling.max_tokens}")
     # The last token of an output needs no place in the pool; of a prompt one free place is asked for all the same.

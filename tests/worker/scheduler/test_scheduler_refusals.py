@@ -1,5 +1,7 @@
 """Requests that the scheduler does not take, and settings with which there is none."""
 
+from typing import Any
+
 import pytest
 
 from octavo.blockmgr.manager import BlockManager
@@ -35,11 +37,14 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         ([3, 50], {}, "prompt_ids: 50 is not in [0, 50)"),
         ([3, -1], {}, "prompt_ids: -1 is not in [0, 50)"),
         ([3], {"max_tokens": 0}, "sampling.max_tokens: 0 is below 1"),
+        ([3], {"min_tokens": 2**31 - 1, "max_tokens": 2**31}, "sampling.min_tokens: 2147483647 is not in [0, 64]"),
+        ([3], {"min_tokens": -1}, "sampling.min_tokens: -1 is not in [0, 64]"),
+        ([3], {"stop_token_ids": (4, 2**31)}, "sampling.stop_token_ids: 2147483648 is not in [0, 50)"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(prompt: list[int], sampling: dict[str, int], error: str) -> None:
+def test_what_makes_no_sense_is_refused_by_name(prompt: list[int], sampling: dict[str, Any], error: str) -> None:
     world = World(WorldConfig())
-    world.add(1, prompt, **sampling)  # type: ignore[arg-type]
+    world.add(1, prompt, **sampling)
     world.take(world.scheduler.flush())
     finished = world.streams[key(1)].finished
     assert finished == Finished(
