@@ -109,6 +109,7 @@ class OutputProcessor:
         "_logprobs",
         "_matcher",
         "_num_scored",
+        "_num_seen",
         "_num_taken",
         "_parser",
         "_prompt_logprobs",
@@ -130,6 +131,7 @@ class OutputProcessor:
         self._to_send: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
         self._num_taken = 0
+        self._num_seen = 0
         self._echo = output_format.echo  # until it was sent
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._num_scored = 0
@@ -153,7 +155,12 @@ class OutputProcessor:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no piece has carried yet."""
+        """Tokens that have come since `take` was last asked: what it found nothing to send of is kept nowhere."""
+        return self.num_tokens - self._num_seen
+
+    @property
+    def num_untold(self) -> int:
+        """Tokens that no piece has carried: their text is hidden, or held back."""
         return self.num_tokens - self._num_taken
 
     @property
@@ -251,6 +258,7 @@ class OutputProcessor:
             self._text, calls = self._parser.take_text(), self._parser.take_calls()
         if (self._prompt_logprobs or self._echo) and (self.num_tokens or self._is_over):
             return self._take_prompt(calls)
+        self._num_seen = self.num_tokens
         if not (self._text or self._to_send or self._logprobs or calls):
             return None
         piece = Piece(self._text, self._to_send, self._logprobs, self.num_tokens - self._num_taken, calls)
@@ -269,6 +277,7 @@ class OutputProcessor:
         positions = list(zip(self._format.prompt_ids[start + 1 : start + 1 + len(scores)], scores, strict=True))
         if self._prompt_logprobs:
             return Piece("", [], [], 0, calls, positions)
+        self._num_seen = self.num_tokens
         echo, self._echo = self._echo, None
         text, ids = (echo.text, echo.token_ids) if echo is not None else ("", ())
         piece = Piece(

@@ -353,7 +353,7 @@ class OutputStream:
     def _waits_for_round(self) -> bool:
         if self._coalescer is None or self.state is not StreamState.RUNNING:
             return False
-        has_given = self.processor.num_pending < self.processor.num_tokens
+        has_given = self.processor.num_untold < self.processor.num_tokens
         return has_given and self._coalescer.holds(self.notifier)
 
     async def next(self) -> Piece | None:

@@ -132,6 +132,20 @@ async def test_more_unread_tokens_than_allowed_end_it() -> None:
     assert isinstance(output.error, SlowConsumer)
 
 
+async def test_tokens_of_which_nothing_can_be_sent_wait_for_no_reader() -> None:
+    output_format = OutputFormat(bytes_by_id=[b"", b"a"], wants_ids=False)
+    output = OutputStream(OutputProcessor(output_format), max_pending_tokens=3, on_match=lambda _: None)
+    reading = asyncio.create_task(output.next())
+    for _ in range(9):
+        await asyncio.sleep(0)
+        output.on_tokens([0], None)
+    await asyncio.sleep(0)
+    output.on_tokens([1], None)
+    piece = await reading
+    assert piece is not None
+    assert (piece.text, piece.num_tokens, output.state) == ("a", 10, StreamState.RUNNING)
+
+
 async def test_a_reader_that_is_cancelled_leaves_no_waiter_behind() -> None:
     output, _ = stream()
     reading = asyncio.create_task(output.next())
