@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.client.generate_options import ConstraintOptions, OutputOptions
+from octavo.cli.errors import usage
 from octavo.cli.help import PlainCommand
 from octavo.cli.settings.groups import ALL_KEYS, CallSettings, ClientSettings, HealthSettings, RequestSettings
 from octavo.cli.settings.options import with_settings
@@ -55,8 +56,9 @@ def generate(
     *,
     prompt: Annotated[list[str] | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
     as_: Annotated[
-        InputKind, typer.Option("--as", help="text as it is, chat for one user message, ids for token ids 1,2,3.")
-    ] = InputKind.TEXT,
+        InputKind | None,
+        typer.Option("--as", help="text (the default) as it is, chat for one user message, ids for token ids 1,2,3."),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The same as --as chat.")] = False,
     system: Annotated[str, typer.Option("--system", help="System message before a chat prompt.")] = "",
     constraint: ConstraintOptions,
@@ -70,7 +72,9 @@ def generate(
     from octavo.cli.client.generate import prompt_fields, read_prompt
     from octavo.cli.client.generate_options import constraint_fields, output_fields
 
-    kind = InputKind.CHAT if chat else as_
+    if chat and as_ not in (None, InputKind.CHAT):
+        raise usage("the prompt is one thing", f"--chat and --as {as_} are two", "give one of them")
+    kind = InputKind.CHAT if chat else as_ or InputKind.TEXT
     fields = (
         prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
         | constraint_fields(**vars(constraint))

@@ -20,6 +20,8 @@ from octavo.client.requests import GenerateFields
 
 def prompt_fields(prompt: str, *, kind: str, system: str) -> GenerateFields:
     """The input of a request from the command line: kind is text, chat or ids. Raises CliError."""
+    if system and kind != "chat":
+        raise usage("--system is for chats", "the prompt is no chat", "give --chat too, or leave it out")
     if kind == "text":
         return GenerateFields(text=prompt)
     if kind == "ids":

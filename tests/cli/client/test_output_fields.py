@@ -39,6 +39,8 @@ def test_ids_that_are_none_are_refused() -> None:
         (["x", "--logit-bias", "-5=1"], "logit_bias: Value out of range: -5"),
         (["x", "--num-outputs", "-3"], "num_outputs: Value out of range: -3"),
         (["\udcff"], "text: 'utf-8' codec"),
+        (["x", "--system", "Be brief."], "the prompt is no chat"),
+        (["1", "--chat", "--as", "ids"], "--chat and --as ids are two"),
         (["x", "--top-k", "4294967296"], "--top-k is 4294967296: input should be less than"),
         (["x", "--max-tokens", "4294967296"], "--max-tokens is 4294967296: input should be less than"),
         (["x", "--seed", "18446744073709551616"], "--seed is 18446744073709551616: input should be less than"),
