@@ -67,6 +67,8 @@ def test_a_request_that_cannot_be_is_a_type_error(fields: dict[str, object], com
 def test_an_unknown_role_or_output_is_named() -> None:
     with pytest.raises(ValueError, match="role 'robot' is none of system, user, assistant, tool"):
         chat_message(("robot", "x"))
+    with pytest.raises(ValueError, match="messages: role None is none of"):
+        generate_request(messages=[{"content": "x"}])
     with pytest.raises(ValueError, match="output 'words' is none of"):
         generate_request(text="a", output="words")
 
@@ -92,6 +94,12 @@ def test_an_unknown_role_or_output_is_named() -> None:
 def test_a_value_that_a_field_cannot_hold_names_the_field(fields: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error, match=f"^{next(iter(fields))}: "):
         generate_request(text="a", **fields)
+
+
+@pytest.mark.parametrize("tools", [["weather"], {"name": "weather"}])
+def test_tools_that_are_none_are_named(tools: object) -> None:
+    with pytest.raises(TypeError, match=r"^tools: '(weather|name)' is no tool"):
+        generate_request(messages=[("user", "hi")], tools=tools)
 
 
 @pytest.mark.parametrize("given", [{"token_ids": [-1]}, {"text": "\ud83d"}])

@@ -125,7 +125,7 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
     fields: Mapping[str, Any] = (
         message if isinstance(message, Mapping) else dict(zip(("role", "content"), message, strict=True))
     )
-    role = fields["role"]
+    role = fields.get("role")
     if role not in _ROLES:
         raise ValueError(f"role {role!r} is none of {', '.join(_ROLES)}")
     return inference_pb2.ChatMessage(
@@ -149,7 +149,8 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict[str, Any]) ->
     else:
         with naming("messages"):
             request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
-        set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
+        with naming("tools"):
+            set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
 
 
 def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict[str, Any]) -> None:

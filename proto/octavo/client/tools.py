@@ -29,9 +29,11 @@ _CHOICES = {
 
 
 def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
-    """The tool as the contract has it. Raises ValueError where it has no name."""
+    """The tool as the contract has it. Raises ValueError where it has no name, TypeError where it is none."""
     if isinstance(tool, inference_pb2.ToolDefinition):
         return tool
+    if not isinstance(tool, Mapping):
+        raise TypeError(f"{tool!r} is no tool: a ToolDefinition or a dictionary")
     fields = tool.get("function", tool)
     if not fields.get("name"):
         raise ValueError("a tool has a name")
