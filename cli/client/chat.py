@@ -11,6 +11,7 @@ from octavo import Client, TextStream
 from octavo.cli.client.connect import connect
 from octavo.cli.client.generate_options import request_fields
 from octavo.cli.client.receipt import receipt_line
+from octavo.cli.errors import usage
 from octavo.cli.explain import explain, show_error
 from octavo.cli.settings.groups import ClientSettings
 from octavo.client.errors import OctavoError
@@ -91,7 +92,11 @@ def _answer(
 ) -> None:
     fields = request_fields(settings)
     fields["messages"] = conversation.messages(question)
-    stream = client.stream(timeout_s=settings.timeout_s, **fields)
+    try:
+        stream = client.stream(timeout_s=settings.timeout_s, **fields)
+    except ValueError as error:  # half a character, as a terminal may leave
+        show_error(usage("this cannot be asked", str(error), "ask it in other words"))
+        return
     try:
         conversation.add(question, _print_answer(stream))
     except OctavoError as error:

@@ -1,11 +1,15 @@
 """The first line of `octavo chat`, and what stands before a question."""
 
+import io
+
 import pytest
 from rich.console import Console
 
 from octavo.cli.client.chat import _ask, _model_line
+from octavo.cli.main import main
 from octavo.cli.settings.groups import ClientSettings
 from octavo.v1 import model_pb2
+from tests.support.gateway.scripted_server import Script, running
 
 
 def test_the_embedded_model_is_called_what_it_is() -> None:
@@ -40,3 +44,15 @@ def test_a_question_is_asked_for_in_colour_where_the_terminal_shows_some(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert _ask(Console(force_terminal=is_terminal, _environ=environment)) == "Who?"
     assert asked == [prompt]
+
+
+def test_a_question_that_is_no_text_does_not_end_the_conversation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("h\udce9\nhi\n"))
+    with running(script := Script()) as target:
+        assert main(["chat", "--port", target.rpartition(":")[2]]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("Hello, wörld\n")
+    assert "messages: 'utf-8' codec can't encode" in err
+    assert [[turn.content for turn in request.chat.messages] for request in script.requests] == [["hi"]]
