@@ -28,9 +28,9 @@ TOLD_EVERY_S = 0.2
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
-def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus: int) -> int:
-    """Blocks to keep. host_kv_gib: as it was asked for; None: the default. num_gpus: of this host; 0: a CPU serves.
-    Raises DoesNotFit."""
+def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus: int, num_ranks: int = 1) -> int:
+    """Blocks to keep. host_kv_gib: as it was asked for, of all ranks together; None: the default. num_gpus: of this
+    host; 0: a CPU serves. block_bytes: of one rank's part. Raises DoesNotFit."""
     free_bytes = available_host_bytes()
     if host_kv_gib is None:
         unasked_bytes = min(int(SHARE * free_bytes) // num_gpus, MOST_UNASKED_BYTES) if num_gpus else 0
@@ -43,14 +43,15 @@ def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus:
             f"--host-kv-gib is {host_kv_gib:g}, free are {free_bytes / GIB:.2f} GiB of {total / GIB:.2f} GiB",
             f"try --host-kv-gib {int(free_bytes / GIB * SHARE * 10) / 10:g}, or 0 for none",
         )
-    if host_kv_gib and wanted_bytes < block_bytes:
-        least = -(-block_bytes * 10_000 // GIB) / 10_000
+    whole_bytes = block_bytes * num_ranks
+    if host_kv_gib and wanted_bytes < whole_bytes:
+        least = -(-whole_bytes * 10_000 // GIB) / 10_000
         raise DoesNotFit(
             "the host memory for KV blocks is smaller than one block",
-            f"--host-kv-gib is {host_kv_gib:g} ({wanted_bytes:,} bytes), a block takes {block_bytes:,} bytes",
+            f"--host-kv-gib is {host_kv_gib:g} ({wanted_bytes:,} bytes), a block takes {whole_bytes:,} bytes",
             f"try --host-kv-gib {least:g} or more, or 0 for none",
         )
-    return wanted_bytes // block_bytes
+    return wanted_bytes // whole_bytes
 
 
 def allocate_host_blocks(
@@ -66,8 +67,7 @@ def begin_host_blocks(
     """Begin to take the memory. ranks: of a group, which divide what is asked for: block_bytes is one rank's part of a
     block. Raises DoesNotFit."""
     num_gpus = max(1, torch.cuda.device_count()) if device.type == "cuda" else 0
-    part_gib = None if host_kv_gib is None else host_kv_gib / ranks.size
-    wanted = host_blocks_wanted(part_gib, block_bytes, num_gpus=num_gpus)
+    wanted = host_blocks_wanted(host_kv_gib, block_bytes, num_gpus=num_gpus, num_ranks=ranks.size)
     num_blocks = ranks.least(wanted)  # a block is the same on all
     return ComingHostBlocks(num_blocks, block_bytes, device, is_asked=host_kv_gib is not None, ranks=ranks)
 

@@ -304,8 +304,7 @@ def _make_torch_runner(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
-        # Ranks on CPUs share the host's memory; GPUs have their own.
-        memory_fraction=config.memory_fraction / (model.ranks.size if model.device.type == "cpu" else 1),
+        memory_fraction=config.memory_fraction,
         kv_dtype=kv_dtype,
     )
     # A block is the same on every rank.

@@ -48,7 +48,7 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """The memory of one device and what needs it. Bytes, unless the name says otherwise.
+    """The memory of one device and what needs it, all ranks that share it. Bytes, unless the name says otherwise.
 
     available_bytes: free after the weights are loaded. weights_bytes: what the weights took.
     activation_bytes: worst step. block_bytes: one block over all layers.
@@ -216,14 +216,18 @@ def memory_needs(
     memory_fraction: float,
     kv_dtype: torch.dtype | None = None,
 ) -> MemoryNeeds:
-    """Ask once, after the weights are loaded and packed and before the pool is made. kv_dtype None: the model's."""
+    """Ask once, after the weights are loaded and packed and before the pool is made; of ranks on CPUs, after those of
+    all are: what they share is asked for all of them. kv_dtype None: the model's."""
+    num_ranks = model.ranks.size if model.device.type == "cpu" else 1
+    step_bytes = activation_bytes(
+        model.config, dtype=model.dtype, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
+    )
     return MemoryNeeds(
         available_bytes=available_bytes(model.device),
-        weights_bytes=weights_bytes(model),
-        activation_bytes=activation_bytes(
-            model.config, dtype=model.dtype, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
-        ),
-        block_bytes=kv_block_bytes(model.config, block_size=block_size, dtype=kv_dtype or model.dtype),
+        weights_bytes=num_ranks * weights_bytes(model),
+        activation_bytes=num_ranks * step_bytes,
+        block_bytes=num_ranks * kv_block_bytes(model.config, block_size=block_size, dtype=kv_dtype or model.dtype),
+        reserve_bytes=num_ranks * RESERVE_BYTES,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

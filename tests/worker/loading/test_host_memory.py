@@ -54,6 +54,17 @@ def test_more_than_the_machine_has_is_refused_in_a_sentence_with_what_would_do()
     assert refused.value.change == "try --host-kv-gib 8, or 0 for none"
 
 
+def test_ranks_are_told_of_what_was_asked_for_and_not_of_a_part_of_it() -> None:
+    """The host's memory is that of all of them: two parts of 20 GiB are not there, though one is."""
+    assert host_blocks_wanted(2, MIB, num_gpus=2, num_ranks=2) == 1024
+    for asked, numbers in (
+        (40, r"--host-kv-gib is 40, free are 32\.00 GiB"),
+        (0.0015, r"--host-kv-gib is 0\.0015 \(1,610,612 bytes\), a block takes 2,097,152 bytes"),
+    ):
+        with pytest.raises(DoesNotFit, match=numbers):
+            host_blocks_wanted(asked, MIB, num_gpus=0, num_ranks=2)
+
+
 def test_less_than_a_block_is_refused_in_a_sentence_with_what_would_do() -> None:
     with pytest.raises(DoesNotFit) as refused:
         host_blocks_wanted(0.0001, MIB, num_gpus=1)
