@@ -5,8 +5,9 @@ and then each step's orders (worker/runners/orders.py; what orders are, worker/r
 at once, each its part of the model. Where the model goes to GPUs, rank r has the r-th that CUDA_VISIBLE_DEVICES names.
 
 A follower ends when its orders do; one that ends before makes rank 0 end, and the supervisor starts all anew. A thread
-for each follower sees that and lets rank 0's sums end, since a GPU waits for its peers forever, or else the process;
-one that stands still is the watchdog's business. Followers ignore signals: they would drain nothing.
+for each follower sees that and lets rank 0's sums end, since a GPU waits for its peers forever, or else the process,
+which may have no step to do; one that stands still is the watchdog's business. Followers ignore signals: they would
+drain nothing.
 
 Must not know: the scheduler, sockets to gateways.
 """
@@ -118,13 +119,12 @@ class FollowerProcesses:
                 cast(BinaryIO, process.stdin).close()
 
     def end_sums(self, ranks: Ranks) -> None:
-        """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, end the process.
-        From any thread."""
-        if not has_device_sums(ranks):
-            return
-        # Beside this thread: NCCL lets sums go at once, but ends after the graphs that hold them have.
-        threading.Thread(target=abort, args=(ranks,), name="abort", daemon=True).start()
-        self._end_process("waits for it in a sum")
+        """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, or is in none, end
+        the process. From any thread."""
+        if has_device_sums(ranks):
+            # Beside this thread: NCCL lets sums go at once, but ends after the graphs that hold them have.
+            threading.Thread(target=abort, args=(ranks,), name="abort", daemon=True).start()
+        self._end_process("has no step to do, or waits for it in one")
 
     def end_meeting(self) -> None:
         """Before all ranks have met: rank 0 waits for one that will not come, and nothing lets it out. From any

@@ -73,8 +73,11 @@ def test_a_follower_that_is_killed_between_steps_ends_the_group(loaded: Loaded) 
         step(loaded.runner)
 
 
-def test_rank_0_ends_where_a_sum_of_a_gpu_does_not_let_it_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there is no step, so that nobody else notices: a sum on a GPU waits for its peers forever."""
+@pytest.mark.parametrize("has_device_sums", [True, False], ids=["on GPUs", "on CPUs"])
+def test_rank_0_ends_where_there_is_no_step_or_a_sum_of_a_gpu_does_not_let_it_out(
+    has_device_sums: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else notices between requests, and a sum on a GPU waits for its peers forever."""
     statuses, ended = list[int](), threading.Event()
 
     def end(status: int) -> None:
@@ -82,7 +85,7 @@ def test_rank_0_ends_where_a_sum_of_a_gpu_does_not_let_it_out(loaded: Loaded, mo
         ended.set()
 
     monkeypatch.setattr(group.os, "_exit", end)
-    monkeypatch.setattr(group, "has_device_sums", lambda ranks: True)
+    monkeypatch.setattr(group, "has_device_sums", lambda ranks: has_device_sums)
     monkeypatch.setattr(group, "abort", lambda ranks: None)
     monkeypatch.setattr(group, "LOST_EXIT_S", 0.05)
     (follower,) = followers()
@@ -108,7 +111,7 @@ def test_followers_are_told_nothing_of_gateways(tmp_path: Path) -> None:
 
 START = """import sys
 from octavo.worker.config import WorkerConfig
-from octavo.worker.loading.group import load_group
+from octavo.worker.loading.group import EXIT_LOST, load_group
 load_group(
     WorkerConfig(model=sys.argv[1], gateway_endpoints=(), device="cpu", tensor_parallel_size=4, num_threads=1),
     lambda *_: None,
