@@ -54,6 +54,10 @@ _KNOWN = {
     "EndpointError": ("bad endpoint", "see --worker-endpoint, --gateway-endpoint and --control-endpoint in --help"),
     "AddressError": ("bad address", "see --host, --metrics-host and --exposure in --help"),
     "BindError": ("cannot listen", "give another port (0 takes a free one), or an address of this host"),
+    "GroupLost": (
+        "a rank of the worker was lost",
+        "see what it logged; status -9 without a word is most often the system's, which is out of memory",
+    ),
     "MemoryError": _NO_MEMORY,
     "UnicodeEncodeError": (
         "a path or a word has bytes that are no text in this locale",

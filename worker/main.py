@@ -44,6 +44,7 @@ from octavo.worker.metrics import (
     SnapshotCollector,
     StepMetrics,
 )
+from octavo.worker.runners.group import EXIT_LOST, GroupLost
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.endpoints import GatewayEndpoints
 from octavo.worker.transport.heartbeat import HeartbeatThread
@@ -108,8 +109,8 @@ CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
 
 
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
-    """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 76 (a gateway refused it);
-    a hang ends the process with 75 or 1 (`worker.transport.watchdog`).
+    """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 75 (a rank was lost), 76 (a
+    gateway refused it); a hang ends the process with 75 or 1 (`worker.transport.watchdog`).
 
     on_progress: called with how far the start is; by default that is logged. Raises what makes a start impossible:
     CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.
@@ -222,6 +223,9 @@ def _log_loaded(worker_id: str, loaded: Loaded, metrics_port: int | None) -> Non
 def _run(engine: Engine, shutdown: Shutdown) -> int:
     try:
         engine.run()
+    except GroupLost as lost:
+        log.error("group_lost", error=str(lost))
+        return EXIT_LOST
     except Exception:
         log.exception("engine_failed")
         return EXIT_FAILED

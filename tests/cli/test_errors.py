@@ -27,6 +27,7 @@ from octavo.wire.keys import KeyFileError
 from octavo.wire.run_dir import MAX_RUN_DIR_BYTES, RunDirError
 from octavo.worker.loading.memory import DoesNotFit
 from octavo.worker.loading.model_card import CardError
+from octavo.worker.runners.group import GroupLost
 
 
 def lines(error: BaseException) -> tuple[str, str, str]:
@@ -38,6 +39,12 @@ def test_no_folder_for_temporary_files_names_the_variable() -> None:
     error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
     explained = explain(error)
     assert (explained.numbers, explained.change) == (error.strerror, "name one with TMPDIR")
+
+
+def test_a_rank_that_is_lost_while_it_loads_is_no_defect_to_be_reported() -> None:
+    what, numbers, change = lines(GroupLost("rank 1 of 2 ended with status -9; its log says why"))
+    assert (what, numbers) == ("a rank of the worker was lost", "rank 1 of 2 ended with status -9; its log says why")
+    assert "out of memory" in change
 
 
 def test_an_error_that_comes_in_three_parts_stays_as_it_is() -> None:

@@ -53,4 +53,5 @@ async def test_a_rank_that_is_lost_takes_its_worker_along_and_no_stream(tmp_path
                 await asyncio.sleep(0.2)
         assert before[0] not in service.children(RANK)
         assert before[1] in service.children(RANK)
+        assert "died (exit code 75); starting it again" in service.log.read_text()
     assert [process for process in before if process.is_running()] == []

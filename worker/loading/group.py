@@ -42,7 +42,7 @@ from octavo.worker.loading.agreement import build_name, check_agreement, checkpo
 from octavo.worker.loading.loaded import Loaded, Meanwhile, served_name
 from octavo.worker.loading.loader import load_torch, prepare
 from octavo.worker.loading.progress import OnProgress, staged
-from octavo.worker.runners.group import LOST_WAIT_S, GroupLost, GroupRunner, follow
+from octavo.worker.runners.group import EXIT_LOST, LOST_WAIT_S, GroupLost, GroupRunner, follow
 from octavo.worker.runners.orders import OrderReader, OrderRing
 from octavo.worker.runners.rank_figures import MeasuredRunner, RankBoard
 
@@ -52,7 +52,6 @@ END_TIMEOUT_S = 10.0
 """For a follower to end after its orders have."""
 LOST_EXIT_S = 5.0
 """After a follower has ended, for rank 0's thread to notice: nothing ends a GPU's sum that reads its peers' memory."""
-EXIT_LOST = 75
 READ_TIMEOUT_S = 60.0
 """For followers to take what fills the memory that orders go through."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -119,8 +118,8 @@ class FollowerProcesses:
                 cast(BinaryIO, process.stdin).close()
 
     def end_sums(self, ranks: Ranks) -> None:
-        """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, or is in none, end
-        the process. From any thread."""
+        """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, or is in none,
+        end the process. From any thread."""
         if has_device_sums(ranks):
             # Beside this thread: NCCL lets sums go at once, but ends after the graphs that hold them have.
             threading.Thread(target=abort, args=(ranks,), name="abort", daemon=True).start()

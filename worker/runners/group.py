@@ -23,6 +23,8 @@ from octavo.worker.scheduler.plan import StepMasks, StepPlan, StepResult
 
 LOST_WAIT_S = 2.0
 """After a step that failed, for a follower to end: what fails on one rank alone ends it."""
+EXIT_LOST = 75
+"""Of rank 0, where another has ended."""
 
 
 class GroupLost(ConnectionError):

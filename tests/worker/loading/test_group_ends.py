@@ -15,9 +15,9 @@ import pytest
 from octavo.wire.messages import SamplingParams
 from octavo.worker.config import CurveConfig, WorkerConfig
 from octavo.worker.loading import group
-from octavo.worker.loading.group import EXIT_LOST, load_group
+from octavo.worker.loading.group import load_group
 from octavo.worker.loading.loaded import Loaded
-from octavo.worker.runners.group import GroupLost
+from octavo.worker.runners.group import EXIT_LOST, GroupLost
 from octavo.worker.runners.interface import Runner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from tests.support.model.checkpoints import write_tiny_checkpoint
@@ -91,7 +91,7 @@ def test_rank_0_ends_where_there_is_no_step_or_a_sum_of_a_gpu_does_not_let_it_ou
     (follower,) = followers()
     follower.kill()
     assert ended.wait(60)
-    assert statuses == [group.EXIT_LOST]
+    assert statuses == [EXIT_LOST]
 
 
 def test_followers_are_told_nothing_of_gateways(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_followers_are_told_nothing_of_gateways(tmp_path: Path) -> None:
 
 START = """import sys
 from octavo.worker.config import WorkerConfig
-from octavo.worker.loading.group import EXIT_LOST, load_group
+from octavo.worker.loading.group import load_group
 load_group(
     WorkerConfig(model=sys.argv[1], gateway_endpoints=(), device="cpu", tensor_parallel_size=4, num_threads=1),
     lambda *_: None,
