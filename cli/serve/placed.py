@@ -276,11 +276,13 @@ class PlacedGateway(Placed):
     _spot: Spot | None = None
 
     async def _settle(self) -> bool:
+        if self._seat is not None:  # others know its host and ports: it need not wait for one that waits for a host
+            await self._draw()
+            return True
         async with self._context.placing:  # else two would choose the same host, or the same ports there
-            if self._seat is None and not await self._place():
+            if not await self._place():
                 return False
-            async with asyncio.timeout(ANSWER_S):
-                await self._draw()
+            await self._draw()
         return True
 
     async def _place(self) -> bool:
@@ -303,7 +305,8 @@ class PlacedGateway(Placed):
         wished = former.ports if former else (given["port"], 0, 0, given["metrics_port"])
         wanted = [("", port) for port in wished[:3]] + [(given["metrics_host"], wished[3])]
         taken = board.ports(besides=self.name)
-        host, ports = await self._ask("draw", self._context.towards, wanted, taken, version_here())
+        async with asyncio.timeout(ANSWER_S):
+            host, ports = await self._ask("draw", self._context.towards, wanted, taken, version_here())
         node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # none: the host is gone by now
         self._spot = Spot(host=host, port=ports[0], worker_port=ports[1], control=ports[2], metrics=ports[3], node=node)
         board.put(self.name, self._spot)

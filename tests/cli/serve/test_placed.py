@@ -12,8 +12,8 @@ import pytest
 from octavo.cli.serve import placed
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import EXIT_PLACE_LOST
-from octavo.cli.serve.placed import ClusterContext, Placed
-from octavo.cli.serve.placement import Board, Need, Spot
+from octavo.cli.serve.placed import ClusterContext, Placed, PlacedGateway
+from octavo.cli.serve.placement import OF_GATEWAY, Board, Need, Spot
 from tests.support.waiting import until
 
 
@@ -91,17 +91,23 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placed, name, 0.02)
 
 
-def worker(ray: Played, monkeypatch: pytest.MonkeyPatch, notices: list[str], board: Board | None = None) -> Placed:
+def cluster(ray: Played, monkeypatch: pytest.MonkeyPatch, board: Board) -> ClusterContext:
     groups = ModuleType("ray.util.placement_group")
     vars(groups).update(
-        placement_group=ray.placement_group, remove_placement_group=lambda group: ray.given_back.append(group.name)
+        placement_group=ray.placement_group,
+        placement_group_table=lambda _: {"bundles_to_node_id": {0: "node"}},
+        remove_placement_group=lambda group: ray.given_back.append(group.name),
     )
     strategies = ModuleType("ray.util.scheduling_strategies")
     vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **__: None
     for module in (ModuleType("ray"), ModuleType("ray.util"), groups, strategies):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    return ClusterContext(ray=ray, label="l", board=board, own_node="", towards="127.0.0.1", placing=asyncio.Lock())
+
+
+def worker(ray: Played, monkeypatch: pytest.MonkeyPatch, notices: list[str], board: Board | None = None) -> Placed:
     board = board or Board({})
-    context = ClusterContext(ray=ray, label="l", board=board, own_node="", towards="127.0.0.1", placing=asyncio.Lock())
+    context = cluster(ray, monkeypatch, board)
     plan = ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None)
     files = lambda: {"gateway_endpoints_file": board.endpoints()}  # noqa: E731
     return Placed(context, plan, {}, files, Need(gpus=0, cpus=1), lambda *_: None, notices.append)
@@ -152,6 +158,31 @@ async def test_a_file_that_cannot_be_written_on_its_host_is_told_once_and_tried_
     assert "No space left on device" in told[0]
     process.kill()
     assert await running == 0
+
+
+async def test_a_gateway_that_has_its_place_does_not_wait_for_one_that_looks_for_one(
+    soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be for as long as a host is away."""
+    monkeypatch.setattr(placed, "APART_S", 600.0)
+    board, notices = Board({}), list[str]()
+    ray = Played([True, False], draw=[("10.0.0.2", [50051, 5555, 5556, 9090])])
+    context = cluster(ray, monkeypatch, board)
+
+    def gateway(name: str) -> PlacedGateway:
+        settings = {"host": "0.0.0.0", "port": 50051, "metrics_host": "127.0.0.1", "metrics_port": 9090}
+        plan = ProcessPlan(name=name, role=Role.GATEWAY, settings=settings, is_placed=True, metrics_port=None)
+        return PlacedGateway(context, plan, settings, dict, OF_GATEWAY, lambda *_: None, notices.append)
+
+    first, second = gateway("gateway-1"), gateway("gateway-2")
+    assert await first.run() == 0
+    waiting = asyncio.create_task(second.run())
+    await until(lambda: len(ray.reserved) == 2)
+    async with asyncio.timeout(60):
+        assert await first.run() == 0  # its process has died
+    assert board.addresses() == {"gateway-1": "10.0.0.2:50051"}
+    second.kill()
+    assert await waiting == 0
 
 
 def writes(ray: Played) -> list[tuple[object, ...]]:
