@@ -1,5 +1,5 @@
-"""What the ranks of a group must have alike before they load: the program, and the checkpoint. Halves of two models
-would give tokens, and no error.
+"""What the ranks of a group must have alike: the program, and the checkpoint, before they load it and when they have.
+Halves of two models would give tokens, and no error.
 
 Must not know: how ranks are started, what they do.
 """
@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from octavo.model.parallel import Ranks
+from octavo.wire.bundle import bundle_digest
+from octavo.worker.loading.model_card import tokenizer_files
 
 PACKAGES = ("octavo.model", "octavo.wire", "octavo.worker")  # what a rank runs
 SOURCES = {".py", ".c", ".h"}
@@ -38,6 +40,17 @@ def check_agreement(ranks: Ranks, *, build: str, checkpoint: str) -> None:
                 )
 
 
+def check_unchanged(ranks: Ranks, folder: Path, *, checkpoint: str) -> None:
+    """On every rank, once it has read all of the folder; checkpoint: what that was called before. Raises RanksDiffer,
+    on every rank the same."""
+    for rank, now in enumerate(ranks.tell(checkpoint_name(folder))):
+        if now != checkpoint:
+            raise RanksDiffer(
+                f"rank {rank} of {ranks.size} has read a checkpoint that changed meanwhile ({now}, not {checkpoint}): "
+                "start again once its files stay as they are"
+            )
+
+
 def build_name() -> str:
     """The version, torch's, and a hash of the sources as they are on disk."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -54,10 +67,11 @@ def build_name() -> str:
 
 
 def checkpoint_name(folder: Path) -> str:
-    """A hash of config.json and, of every file of weights, its name, its size, its head and pages spread over it: not
-    all of 144 GB, but more than two trainings have alike."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors*")]):
+    """A hash of config.json, of what says which ids there are and which of them end an output, and, of every file of
+    weights, of its name, its size, its head and pages spread over it: not of all of 144 GB, but of more than two
+    trainings have alike. Raises CardError, OSError."""
+    digest = hashlib.blake2b(bundle_digest(tokenizer_files(folder)).encode(), digest_size=_DIGEST_BYTES)
+    for path in sorted(folder.glob("*.safetensors*")):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(f"{path.name} {size}\0".encode())

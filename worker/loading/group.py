@@ -38,7 +38,7 @@ from octavo.wire.host import die_with, ending_signals, usable_cores
 from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import temporary_folder
 from octavo.worker.config import RunnerKind, WorkerConfig
-from octavo.worker.loading.agreement import build_name, check_agreement, checkpoint_name
+from octavo.worker.loading.agreement import build_name, check_agreement, check_unchanged, checkpoint_name
 from octavo.worker.loading.loaded import Loaded, Meanwhile, served_name
 from octavo.worker.loading.loader import load_torch, prepare
 from octavo.worker.loading.progress import OnProgress, staged
@@ -238,15 +238,16 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
             )
             stack.callback(followers.dismiss)  # they leave the group when this rank does, not after it
             followers.on_lost = lambda: followers.end_sums(ranks)
-            check_agreement(ranks, build=build, checkpoint=checkpoint_name(folder))
+            checkpoint = checkpoint_name(folder)
+            check_agreement(ranks, build=build, checkpoint=checkpoint)
+
+            def grouped(runner: Any) -> GroupRunner:
+                check_unchanged(ranks, folder, checkpoint=checkpoint)
+                own = measured(runner, followers.board, ranks, config.device)
+                return GroupRunner(own, followers, close=ending.close)
+
             loaded = load_torch(
-                replace(config, device=device),
-                on_progress,
-                ranks=ranks,
-                wrap=lambda runner: GroupRunner(
-                    measured(runner, followers.board, ranks, config.device), followers, close=ending.close
-                ),
-                meanwhile=meanwhile,
+                replace(config, device=device), on_progress, ranks=ranks, wrap=grouped, meanwhile=meanwhile
             )
         except RuntimeError:  # of a sum whose other end is gone
             followers.check(wait_s=LOST_WAIT_S)
@@ -346,8 +347,9 @@ def main() -> int:
         build = build_name()
         with join_ranks(Path(task.meeting), rank=task.rank, size=size, device=config.device) as ranks:
             try:
-                check_agreement(ranks, build=build, checkpoint=checkpoint_name(Path(config.model)))
-                _follow_rank_0(task, ranks)
+                checkpoint = checkpoint_name(Path(config.model))
+                check_agreement(ranks, build=build, checkpoint=checkpoint)
+                _follow_rank_0(task, ranks, checkpoint)
             except Exception as error:
                 _tell(task, error)
                 os._exit(1)  # rank 0 waits: it need not wait for what NCCL does at an end
@@ -357,10 +359,11 @@ def main() -> int:
     return 0
 
 
-def _follow_rank_0(task: Task, ranks: Ranks) -> None:
+def _follow_rank_0(task: Task, ranks: Ranks, checkpoint: str) -> None:
     config = task.config
     board = RankBoard.open(Path(task.board), size=config.tensor_parallel_size)
     runner = prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner
+    check_unchanged(ranks, Path(config.model), checkpoint=checkpoint)
     reader = OrderReader(int(sys.argv[1]), task.rank - 1, sys.stdin.buffer)
     try:
         follow(measured(runner, board, ranks, config.device), reader.take)

@@ -13,6 +13,7 @@ from octavo.worker.config import WorkerConfig
 from octavo.worker.loading import agreement, group
 from octavo.worker.loading.agreement import RanksDiffer, build_name, check_agreement, checkpoint_name
 from octavo.worker.loading.group import load_group, notes_on_cores
+from octavo.worker.loading.loader import load_torch
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.model.ranks import on_ranks
 
@@ -94,6 +95,34 @@ def test_a_checkpoint_is_named_by_its_content_and_not_by_its_times(tmp_path: Pat
     before = checkpoint_name(folder)
     config.write_text(config.read_text().replace("10000.0", "10001.0"))
     assert checkpoint_name(folder) != before
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_what_says_which_ids_may_be_drawn_is_part_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Ranks that mask other ids before min_tokens, or draw from more of them, come to other tokens."""
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    before, file = checkpoint_name(folder), folder / name
+    file.write_text((file.read_text() if file.exists() else "{}") + " ")
+    assert checkpoint_name(folder) != before
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank may have read its part before, and the other after that."""
+    folder = write_tiny_checkpoint(tmp_path / "model")
+
+    shutil.copytree(folder, tmp_path / "other")
+    changed(tmp_path / "other", gate_proj=2.0)
+
+    def load(*words: Any, **options: Any) -> Any:
+        (tmp_path / "other" / "model.safetensors").replace(folder / "model.safetensors")
+        return load_torch(*words, **options)
+
+    monkeypatch.setattr(group, "load_torch", load)
+    with pytest.raises(RanksDiffer, match="rank 0 of 2 has read a checkpoint that changed meanwhile"):
+        start(folder)
+    assert [child for child in psutil.Process().children() if group.__name__ in child.cmdline()] == []
 
 
 def test_a_build_is_named_by_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
