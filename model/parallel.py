@@ -263,7 +263,7 @@ def join_ranks(
     """This process as one of `size` on one host: tensors of CPUs are summed by gloo, of CUDA devices by NCCL.
 
     meeting: a file that does not exist yet, the same for all ranks, in a folder that no one else writes to. device: of
-    this rank alone; torch's current one from here on. Raises torch.distributed.DistError where not all come in time.
+    this rank alone; torch's current one from here on. Raises RuntimeError where not all come in time.
     """
     if size == 1:
         yield ALONE

@@ -33,7 +33,7 @@ import torch
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.errors import ConfigError
-from octavo.model.parallel import Ranks, abort, config_of_rank, has_device_sums, join_ranks
+from octavo.model.parallel import JOIN_TIMEOUT_S, Ranks, abort, config_of_rank, has_device_sums, join_ranks
 from octavo.wire.host import die_with, ending_signals, usable_cores
 from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import temporary_folder
@@ -54,6 +54,8 @@ LOST_EXIT_S = 5.0
 """After a follower has ended, for rank 0's thread to notice: nothing ends a GPU's sum that reads its peers' memory."""
 READ_TIMEOUT_S = 60.0
 """For followers to take what fills the memory that orders go through."""
+TIMEOUTS = "wait timeout", "timed out"
+"""How torch and gloo say, without a type for it, that a rank has not come."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 MEETING, BOARD = "meeting", "figures"
@@ -249,8 +251,11 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
             loaded = load_torch(
                 replace(config, device=device), on_progress, ranks=ranks, wrap=grouped, meanwhile=meanwhile
             )
-        except RuntimeError:  # of a sum whose other end is gone
+        except RuntimeError as error:  # of a sum whose other end is gone, or does not come
             followers.check(wait_s=LOST_WAIT_S)
+            if any(words in str(error).lower() for words in TIMEOUTS):
+                others = f"the other ranks of {config.tensor_parallel_size} have not come in {JOIN_TIMEOUT_S:g} s"
+                raise GroupLost(f"{others}, and none has ended: one stands still, or its disk is very slow") from error
             raise
         ending.enter_context(stack.pop_all())
     notes = loaded.notes

@@ -141,6 +141,20 @@ def test_a_follower_that_ends_before_all_have_met_ends_the_start(tmp_path: Path)
     assert alive == []
 
 
+SOON = """from functools import partial
+from octavo.worker.loading import group
+group.join_ranks = partial(group.join_ranks, timeout_s=0.2)
+"""
+
+
+def test_ranks_that_do_not_come_in_time_are_told_as_such(tmp_path: Path) -> None:
+    """To import torch takes longer. In a process of its own: torch does not meet again where it has met nobody."""
+    folder = str(write_tiny_checkpoint(tmp_path / "model", num_key_value_heads=4))
+    start = [sys.executable, "-c", SOON + START, folder]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert "GroupLost: the other ranks of 4 have not come in 120 s, and none has ended" in done.stderr
+
+
 def test_a_follower_that_is_killed_in_a_step_ends_the_group(loaded: Loaded) -> None:
     """It stands still when the step begins, so that rank 0 waits for its sums."""
     (follower,) = followers()
