@@ -13,6 +13,7 @@ Must not know: the scheduler, sockets to gateways.
 """
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -48,10 +49,12 @@ from octavo.worker.runners.rank_figures import MeasuredRunner, RankBoard
 
 log = structlog.get_logger(__name__)
 
-END_TIMEOUT_S = 10.0
-"""For a follower to end after its orders have."""
+END_TIMEOUT_S, END_LOADING_S = 10.0, 1.0
+"""For a follower to end after its orders have, and before there were any: it may load for minutes, for nobody."""
 LOST_EXIT_S = 5.0
 """After a follower has ended, for rank 0's thread to notice: nothing ends a GPU's sum that reads its peers' memory."""
+DISMISSED_WAIT_S = 0.5
+"""For rank 0 to say that it ends, which it may do after it has left the group."""
 READ_TIMEOUT_S = 60.0
 """For followers to take what fills the memory that orders go through."""
 TIMEOUTS = "wait timeout", "timed out"
@@ -77,12 +80,13 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Task)
 
 class FollowerProcesses:
     """Ranks 1 and up of a group, started by rank 0. Implements `worker.runners.group.Followers`. on_lost: called from a
-    thread when one has ended before `dismiss`."""
+    thread when one has ended before `dismiss`. end_s: what `close` gives each to end by itself."""
 
     def __init__(self, config: WorkerConfig, folder: Path) -> None:
         """folder: of this group alone, where its ranks meet and write figures."""
         self.board = RankBoard.create(folder / BOARD, size=config.tensor_parallel_size)
         self.on_lost: Callable[[], None] = self.end_meeting
+        self.end_s = END_LOADING_S
         self._dismissed = threading.Event()
         self._ring = OrderRing(config.tensor_parallel_size - 1)
         self._processes = [self._start(config, rank) for rank in range(1, config.tensor_parallel_size)]
@@ -137,7 +141,7 @@ class FollowerProcesses:
         self.dismiss()
         for process in self._processes:
             try:
-                process.wait(END_TIMEOUT_S)
+                process.wait(self.end_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -257,6 +261,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
                 others = f"the other ranks of {config.tensor_parallel_size} have not come in {JOIN_TIMEOUT_S:g} s"
                 raise GroupLost(f"{others}, and none has ended: one stands still, or its disk is very slow") from error
             raise
+        followers.end_s = END_TIMEOUT_S
         ending.enter_context(stack.pop_all())
     notes = loaded.notes
     if torch.device(config.device).type == "cpu":
@@ -356,11 +361,9 @@ def main() -> int:
                 check_agreement(ranks, build=build, checkpoint=checkpoint)
                 _follow_rank_0(task, ranks, checkpoint)
             except Exception as error:
-                _tell(task, error)
-                os._exit(1)  # rank 0 waits: it need not wait for what NCCL does at an end
+                os._exit(_status(task, error))  # rank 0 waits: it need not wait for what NCCL does at an end
     except Exception as error:
-        _tell(task, error)
-        return 1
+        return _status(task, error)
     return 0
 
 
@@ -376,14 +379,19 @@ def _follow_rank_0(task: Task, ranks: Ranks, checkpoint: str) -> None:
         runner.close()  # what has sums in it must go before the group does
 
 
-def _tell(task: Task, error: Exception) -> None:
-    """Why this rank ends; where, for those who look for a mistake (--log-level debug)."""
+def _status(task: Task, error: Exception) -> int:
+    """0 where rank 0 has ended, so that there is nobody to sum with; else 1, and why this rank ends is told; where, for
+    those who look for a mistake (--log-level debug)."""
+    news, _, _ = select.select([sys.stdin], [], [], DISMISSED_WAIT_S)
+    if news and not os.read(sys.stdin.fileno(), 1):
+        return 0
     size = task.config.tensor_parallel_size
     if task.config.log_level == "debug":
         traceback.print_exception(error)
     log.error("follower_failed", rank=task.rank, num_ranks=size, error=f"{type(error).__name__}: {error}")
     sys.stdout.flush()
     sys.stderr.flush()
+    return 1
 
 
 if __name__ == "__main__":

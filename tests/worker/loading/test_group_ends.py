@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,16 +142,56 @@ def test_a_follower_that_ends_before_all_have_met_ends_the_start(tmp_path: Path)
     assert alive == []
 
 
-SOON = """from functools import partial
+def test_a_start_that_is_given_up_waits_for_nobody_who_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SIGTERM does to it. The follower waits for a sum, or reads weights for minutes."""
+
+    def asked(*_: object, **__: object) -> Loaded:
+        sys.exit(0)
+
+    monkeypatch.setattr(group, "load_torch", asked)
+    monkeypatch.setattr(group, "END_TIMEOUT_S", LONG_S)
+    config = WorkerConfig(
+        model=str(write_tiny_checkpoint(tmp_path / "model")), gateway_endpoints=(), num_threads=1,
+        tensor_parallel_size=2,
+    )  # fmt: skip
+    start_s = time.monotonic()
+    with pytest.raises(SystemExit):
+        load_group(config, lambda _stage, _done, _total: None)
+    assert time.monotonic() - start_s < LONG_S
+    assert followers() == []
+
+
+def test_a_follower_complains_of_nothing_where_rank_0_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = group.Task(
+        config=WorkerConfig(model="m", gateway_endpoints=(), tensor_parallel_size=2), rank=1, parent=1, meeting="",
+        board="",
+    )  # fmt: skip
+    own, theirs = os.pipe()
+    with os.fdopen(own) as orders:
+        monkeypatch.setattr(sys, "stdin", orders)
+        assert group._status(task, RuntimeError("no sum")) == 1
+        assert "follower_failed" in capsys.readouterr().out
+        os.close(theirs)
+        assert group._status(task, RuntimeError("Connection closed by peer")) == 0
+        assert "follower_failed" not in capsys.readouterr().out
+
+
+IDLE = """import subprocess
+from functools import partial
 from octavo.worker.loading import group
 group.join_ranks = partial(group.join_ranks, timeout_s=0.2)
+group.FollowerProcesses._start = lambda *_: subprocess.Popen(
+    [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"], stdin=subprocess.PIPE
+)
 """
 
 
 def test_ranks_that_do_not_come_in_time_are_told_as_such(tmp_path: Path) -> None:
-    """To import torch takes longer. In a process of its own: torch does not meet again where it has met nobody."""
+    """In a process of its own: torch does not meet again where it has met nobody."""
     folder = str(write_tiny_checkpoint(tmp_path / "model", num_key_value_heads=4))
-    start = [sys.executable, "-c", SOON + START, folder]
+    start = [sys.executable, "-c", "import sys\n" + IDLE + START, folder]
     done = subprocess.run(start, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert "GroupLost: the other ranks of 4 have not come in 120 s, and none has ended" in done.stderr
 
