@@ -20,6 +20,7 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.parent import PARENT_VARIABLE
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.settings.model_names import name_of_model
 from octavo.cli.settings.setting import DEBUG_VARIABLE, ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
 from octavo.wire.host import usable_cores
@@ -227,13 +228,13 @@ def plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port:
         "supervisor_socket": None,
         "page": "off",
         "peer_endpoint": [],
+        "port_sharing": "exclusive",
+        "expected_model": list(map(name_of_model, settings.model)),  # a folder may be elsewhere there
     }
     return ProcessPlan(
         name=f"gateway-{n}",
         role=Role.GATEWAY,
-        settings=_gateway_settings(settings, run_dir, port, settings.metrics_port, "", admin=None)
-        | own
-        | {"port_sharing": "exclusive", "expected_model": list(settings.model)},
+        settings=_gateway_settings(settings, run_dir, port, settings.metrics_port, "", admin=None) | own,
         is_placed=True,
         metrics_port=None,
     )

@@ -13,6 +13,7 @@ from octavo.cli.serve.launch import (
     devices_of_group,
     environment,
     metrics_ports,
+    plan_placed_gateway,
     plan_processes,
     with_threads,
     write_settings,
@@ -86,6 +87,17 @@ def test_gateways_of_a_cluster_are_told_of_each_other_by_a_file() -> None:
     assert worker.is_placed
     alone = plan_processes(ServeSettings(cluster="auto"), run_dir=RUN, port=5, ports=[10, 0], links=links)[0]
     assert alone.settings["port_sharing"] == "exclusive"
+
+
+def test_gateways_of_other_hosts_wait_for_models_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their working directory is another: a folder by the way to it from here would be a name there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
+    settings = ServeSettings(model=("checkpoints/mine", "named=checkpoints/mine", "a/b"))
+    plan = plan_placed_gateway(settings, 1, run_dir=RUN, port=5)
+    assert plan.settings["expected_model"] == ["mine", "named", "a/b"]
 
 
 def test_the_first_gateway_has_the_page_of_the_service() -> None:
