@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def probe_ranks(size: int, *, device: str, timeout_s: float = 60.0) -> ProbeResu
     """Start the ranks, measure, end them. device: "cpu" or "cuda", where rank n takes device n. Raises RanksApart."""
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder("octavo-probe-"))
+        asking = stack.enter_context(ThreadPoolExecutor(size))
         task = {"meeting": f"{folder}/meeting", "size": size, "device": device, "timeout_s": timeout_s}
         ranks = []
         for rank in range(size):
@@ -62,7 +64,10 @@ def probe_ranks(size: int, *, device: str, timeout_s: float = 60.0) -> ProbeResu
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
         deadline_s = time.monotonic() + timeout_s
-        found = [_result_of(process, rank, size, deadline_s, timeout_s) for rank, process in enumerate(ranks)]
+        answers = [
+            asking.submit(_result_of, process, rank, size, deadline_s, timeout_s) for rank, process in enumerate(ranks)
+        ]
+        found = [answer.result() for answer in as_completed(answers)]  # the first that fails: others wait for it
     return ProbeResult(
         transport=found[0].transport,
         token_s=max(each.token_s for each in found),

@@ -1,6 +1,9 @@
 """`octavo doctor` with --tensor-parallel-size: are there places for the ranks, and do they reach each other?"""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +68,21 @@ def test_ranks_that_cannot_meet_are_told_in_a_sentence(monkeypatch: pytest.Monke
 
 
 def test_ranks_that_do_not_answer_in_time_are_ended() -> None:
-    with pytest.raises(RanksApart, match=r"rank 0 of 2 had no answer from the others within 0.01 s"):
+    with pytest.raises(RanksApart, match=r"rank \d of 2 had no answer from the others within 0.01 s"):
         probe_ranks(2, device="cpu", timeout_s=0.01)
+    assert probes() == []
+
+
+def test_a_rank_that_fails_is_told_at_once_and_not_one_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+        if json.loads(command[-1])["rank"] == 1:
+            command = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
+        return popen(command, **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(rank_probe.subprocess, "Popen", failing)
+    with pytest.raises(RanksApart, match=r"rank 1 of 2 failed: no such device"):
+        probe_ranks(2, device="cpu", timeout_s=20.0)
     assert probes() == []
 
 
