@@ -12,13 +12,14 @@ def test_the_page_names_every_bench() -> None:
     for folder in ("gpu", "cpu", "worker", "gateway"):
         table = PAGE[PAGE.index(f"| `{folder}` |") :].partition("\n\n")[0]
         rows = "\n".join(row.split("|")[1] for row in table.splitlines()[2:])
-        named = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", rows)}
-        benches = {path.stem for path in (BENCH / folder).glob("*.py") if "__main__" in path.read_text()}
-        benches |= {path.parent.name for path in (BENCH / folder).glob("*/__main__.py")}
-        modules = {
-            path.parent.name if path.stem == "__main__" else path.stem for path in (BENCH / folder).rglob("*.py")
+        named = set(re.findall(r"`([\w.]+)`", rows))
+        commands = {
+            ".".join(path.relative_to(BENCH / folder).with_suffix("").parts).removesuffix(".__main__")
+            for path in (BENCH / folder).rglob("*.py")
+            if "__main__" in path.read_text() + path.stem
         }
-        assert (benches - named, named - modules) == (set(), set())
+        benches = {name for name in commands if "." not in name}
+        assert (benches - named, named - commands) == (set(), set())
 
 
 def test_where_it_stands_has_one_figure_for_each_bar_and_no_chain_of_older_ones() -> None:
