@@ -43,6 +43,12 @@ def test_what_the_page_quotes_is_what_the_code_says(text: str) -> None:
         assert text in strings_of_the_code()
 
 
+def test_the_page_quotes_nothing_that_only_callers_of_the_library_meet() -> None:
+    """`load_model` says so where it is asked to look at every weight, which no command does."""
+    assert "the weights are not finite" in strings_of_the_code()
+    assert "the weights are not finite" not in PAGE
+
+
 def test_a_text_that_nobody_says_is_found() -> None:
     assert len(QUOTED) >= 30
     assert "the KV cache of two requests" not in strings_of_the_code()
