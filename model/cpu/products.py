@@ -118,7 +118,7 @@ def multiplies_integers() -> bool:
 def _rounded_rows(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 [N, K], and fp32 scales [N]."""
     scale_N = weight_NK.abs().amax(1).float() / 127
-    scale_N = torch.where(scale_N > 0, scale_N, torch.ones_like(scale_N))
+    scale_N = torch.where(scale_N == 0, torch.ones_like(scale_N), scale_N)  # NaN stays, and makes products NaN
     rounded_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
     for rows in range(0, len(weight_NK), 4096):  # the fp32 copy of a head would be large
         part = slice(rows, rows + 4096)

@@ -104,7 +104,7 @@ def round_to_groups(
     middle, most = 2 ** (bits - 1), 2 ** (bits - 1) - 1
     groups_OGI = weight_OI.float().unflatten(1, (-1, group_size or I))
     scale_OG = groups_OGI.abs().amax(2) / most
-    scale_OG = torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))
+    scale_OG = torch.where(scale_OG == 0, torch.ones_like(scale_OG), scale_OG)  # NaN stays, and makes weights NaN
     code_OI = ((groups_OGI / scale_OG[:, :, None]).round_() + middle).to(torch.uint8).flatten(1)
     zero_GO = torch.full((scale_OG.shape[1], O), middle, dtype=torch.uint8, device=weight_OI.device)
     packed = GroupedWeight.pack(code_OI, scale_OG.T, zero_GO, bits=bits, dtype=weight_OI.dtype)

@@ -155,6 +155,19 @@ def test_integers_are_within_half_a_step_of_the_weight() -> None:
 
 
 @needs_panels
+@pytest.mark.parametrize("wanted", [WeightFormat.INT8, WeightFormat.INT8_WEIGHTS])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_integers_of_what_is_no_number_give_none(wanted: WeightFormat, value: float) -> None:
+    """Else a broken checkpoint would answer with noise, where in bf16 its requests end as NUMERICAL."""
+    weight = torch.randn(40, 64).bfloat16()
+    weight[3, 5] = value
+    linear = Linear(weight)
+    linear.pack(wanted)
+    is_finite = linear(torch.randn(2, 64).bfloat16()).isfinite().all(0)
+    assert is_finite.tolist() == [output != 3 for output in range(40)]
+
+
+@needs_panels
 def test_rows_that_do_not_fit_are_refused() -> None:
     panels = pack_bf16(torch.randn(40, 64).bfloat16(), None)
     with pytest.raises(ValueError, match="rows of 64"):

@@ -50,3 +50,13 @@ def test_rounding_to_groups_errs_by_half_a_step(bits: int, size: int | None) -> 
 def test_groups_must_come_out_even() -> None:
     with pytest.raises(ValueError, match="64 inputs are no multiple of group_size 48"):
         round_to_groups(torch.randn(2, 64), bits=4, group_size=48)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_none_when_it_is_rounded(bits: int, value: float) -> None:
+    """Integers have no NaN: its scale says it, or answers would be made of noise instead of ending as NUMERICAL."""
+    weight = torch.randn(4, 64)
+    weight[1, 5] = value
+    is_finite = round_to_groups(weight, bits=bits).multiply(torch.randn(2, 64)).isfinite().all(0)
+    assert is_finite.tolist() == [True, False, True, True]
