@@ -177,7 +177,7 @@ def _of_call(error: BaseException) -> CliError:
     advice = {
         "MODEL_NOT_FOUND": "`octavo models` lists what is served; choose with --model-name",
         "INVALID_FIELD": "change that field",
-        "EXCEEDS_CAPACITY": "shorten the prompt, or give fewer --max-tokens",
+        "EXCEEDS_CAPACITY": "ask for less of what the line above counts, such as a shorter prompt",
         "CONSTRAINT": "ask for something simpler; docs/structured-output.md tells the limits",
         "UNAUTHENTICATED": "give the key in OCTAVO_API_KEY, or a certificate with --client-cert-file",
         "PERMISSION_DENIED": "ask the operator for a key with that scope",

@@ -65,6 +65,16 @@ def test_a_failed_call_names_fields_reason_and_what_to_change() -> None:
     assert lines(absent)[0] == "no service answers"
 
 
+def test_a_prompt_that_is_too_long_is_not_blamed_on_max_tokens() -> None:
+    """A larger number than the context has room for is cut, so that a smaller one changes nothing."""
+    too_long = InvalidRequest(
+        "2048 prompt tokens and at least 1 of output do not fit into the context of 2048 tokens",
+        code=grpc.StatusCode.INVALID_ARGUMENT,
+        reason="EXCEEDS_CAPACITY",
+    )
+    assert lines(too_long)[2] == "ask for less of what the line above counts, such as a shorter prompt"
+
+
 @pytest.mark.parametrize(
     ("error", "what"),
     [
