@@ -2,6 +2,7 @@
 hand. The one for Node is run (tests/interop/test_node.py)."""
 
 import re
+from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
@@ -26,6 +27,12 @@ def snake(name: str) -> str:
 def unknown(names: set[str], known: set[str]) -> set[str]:
     assert names
     return names - known
+
+
+def test_the_page_names_every_file_of_the_contract(repository: Path) -> None:
+    first = (repository / "docs/clients.md").read_text().partition("\n\n## ")[0]
+    there = {path.name for path in (repository / "proto/octavo/v1").glob("*.proto")}
+    assert set(re.findall(r"`(\w+\.proto)`", first)) == there
 
 
 def test_messages_are_those_of_the_contract() -> None:
