@@ -232,7 +232,7 @@ def verify(
     the context. Limits are in units of transformers' own error in the served type.
     """
     let_threads_sleep()
-    from octavo.cli.tools.verify import Served
+    from octavo.cli.tools.verify import Served, check_instead
     from octavo.cli.tools.verify import check_numerics as look
     from octavo.cli.tools.verify import rounding as run_rounding
     from octavo.cli.tools.verify import verify as run
@@ -251,9 +251,17 @@ def verify(
         num_threads=num_threads,
         tensor_parallel_size=tensor_parallel_size,
     )
+    if limit is not None and not check_numerics:
+        raise usage("--limit is of --check-numerics", f"--limit is {limit:g}", "give both, or neither")
+    if model_name and address is None:
+        raise usage("--model-name is of --address", f"--model-name is {model_name}", "give both, or neither")
+    instead = {"--address": address is not None, "--check-numerics": check_numerics}
+    instead |= {"--against": against is not None, "--rounding": rounding and against is None}
+    if chosen := [flag for flag, is_chosen in instead.items() if is_chosen]:
+        check_instead(served, chosen)
     if check_numerics:
-        return look(model, revision=revision, dtype=dtype, limit=limit, num_prompts=prompts)
-    if rounding or against:
+        return look(model, revision=revision, dtype=served.dtype, limit=limit, num_prompts=prompts)
+    if rounding or against is not None:
         return run_rounding(served, against=against, num_prompts=prompts, max_new_tokens=max_new_tokens)
     if address is not None:
         from octavo.cli.tools.verify_service import verify_service

@@ -4,7 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -42,6 +42,16 @@ from octavo.worker.loading.verification import blocks_wanted, serve_known_tokens
 from octavo.worker.loading.warmup import WarmRunner
 
 BLOCK_SIZE = 16
+
+_ROUNDED = frozenset({"dtype", "quantization", "kv_cache_dtype"})
+_READ = {
+    "--check-numerics": frozenset({"dtype"}),
+    "--rounding": _ROUNDED,
+    "--against": _ROUNDED,
+    "--address": frozenset({"device", "quantization", "kv_cache_dtype"}),
+}
+"""Of how the checkpoint is served, what each looks at that is given instead of the comparison. Threads change no
+figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +116,27 @@ def check_settings(served: Served, backends: Sequence[str] = ()) -> None:
     one is. backends: of the layers' comparison. Raises CliError, CheckpointError, CardError, BackendName."""
     for name in backends:
         get_backend(name)
+    settings = _worker_settings(served)
+    check_numbers(settings)
+    check_combinations(settings)
+    check_model(served.model, settings)
+
+
+def check_instead(served: Served, chosen: Sequence[str]) -> None:
+    """That what is given instead of the comparison is one thing, and looks at everything that is given with it. Raises
+    CliError."""
+    if len(chosen) > 1:
+        raise usage("these exclude each other", f"{' and '.join(chosen)} are given", "give one of them")
+    _worker_settings(served)
+    ours = {"model", "revision", "num_threads", *_READ[chosen[0]]}
+    given = [each.name for each in fields(served) if getattr(served, each.name) != each.default]
+    idle = [f"--{name.replace('_', '-')}" for name in given if name not in ours]
+    if idle and (idle, served.device) != (["--device"], "cpu"):
+        raise usage(f"{chosen[0]} does not look at that", f"{', '.join(idle)} would change nothing", "leave it out")
+
+
+def _worker_settings(served: Served) -> WorkerSettings:
+    """As `octavo worker` has them. Raises CliError for a value that is none."""
     values = {
         "model": (served.model,),
         "revision": served.revision,
@@ -117,10 +148,7 @@ def check_settings(served: Served, backends: Sequence[str] = ()) -> None:
         "attention_backend": served.attention_backend,
         "max_model_len": served.max_model_len,
     }
-    settings = validated(WorkerSettings, {name: each for name, each in values.items() if each is not None}, {})
-    check_numbers(settings)
-    check_combinations(settings)
-    check_model(served.model, settings)
+    return validated(WorkerSettings, {name: each for name, each in values.items() if each is not None}, {})
 
 
 def compare_served(served: Served, folder: Path, *, num_prompts: int, max_new_tokens: int) -> list[ServedRow]:

@@ -1,4 +1,5 @@
-"""`octavo verify --check-numerics` names the layer that a checkpoint breaks in."""
+"""`octavo verify --check-numerics` names the layer that a checkpoint breaks in; what is given instead of the comparison
+looks at all that is given with it."""
 
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo.cli.errors import CliError
+from octavo.cli.main import main
 from octavo.cli.tools.verify import check_numerics
 from tests.support.model.checkpoints import write_tiny_checkpoint
 
@@ -34,3 +36,34 @@ def test_a_limit_that_nothing_is_within_or_beyond_is_refused(limit: float, tmp_p
     with pytest.raises(CliError, match="--limit") as refused:
         look(tmp_path, limit=limit)
     assert refused.value.exit_code == 2
+
+
+def test_auto_is_the_checkpoints_own_type_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_checkpoint(tmp_path)
+    assert main(["verify", str(folder), "--check-numerics", "--dtype=auto", "--device=cpu", "--prompts=1"]) == 0
+    assert "within the limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--check-numerics --address 127.0.0.1:1", "--address and --check-numerics are given"),
+        ("--check-numerics --rounding --quantization int8", "--check-numerics and --rounding are given"),
+        ("--check-numerics --quantization int8 --deterministic", "--quantization, --deterministic would change"),
+        ("--check-numerics --device cuda", "--check-numerics does not look at that"),
+        ("--rounding --quantization int8 --max-model-len 64", "--max-model-len would change nothing"),
+        ("--address 127.0.0.1:1 --tensor-parallel-size 2", "--tensor-parallel-size would change nothing"),
+        ("--address 127.0.0.1:1 --quantization int3", "bad value for --quantization"),
+        ("--rounding --kv-cache-dtype fp4", "bad value for --kv-cache-dtype"),
+        ("--check-numerics --dtype int8", "bad value for --dtype"),
+        ("--limit 5", "--limit is of --check-numerics"),
+        ("--model-name other", "--model-name is of --address"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    arguments: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else "every activation is finite" would be read as an answer about a service, or about rounded weights."""
+    folder = write_tiny_checkpoint(tmp_path)
+    assert main(["verify", str(folder), "--prompts=1", "--max-new-tokens=1", *arguments.split()]) == 2
+    assert words in capsys.readouterr().err
