@@ -148,7 +148,7 @@ def sizing(
         if value not in words:
             raise usage(f"bad value for --{name}", f"--{name} is {value!r}", f"give one of {', '.join(words)}")
     asked = Asked(
-        memory_gib=tuple(memory) if memory else Asked().memory_gib,
+        memory_gib=tuple(dict.fromkeys(memory)) if memory else Asked().memory_gib,
         context=context,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,

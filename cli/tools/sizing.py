@@ -122,19 +122,20 @@ def size(model: str, asked: Asked) -> Sized:
 
 
 def _config_of(model: str) -> "tuple[str, ModelConfig]":
-    """Its name in the table and its ModelConfig: a published one by its name, or a checkpoint on this machine."""
+    """Its name in the table and its ModelConfig: a checkpoint on this machine, where that is what `octavo serve` would
+    take, or a published one by its name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     from octavo.model.checkpoint.source import embedded_names, resolve_checkpoint
     from octavo.model.config import ModelConfig, load_config
 
+    if model in embedded_names() or Path(model).expanduser().is_dir():
+        return model, load_config(resolve_checkpoint(model))
     short = model.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-base")
     for name, fields in PUBLISHED.items():
         if name.lower() == short:
             return name, ModelConfig.from_dict(fields)
-    if model in embedded_names() or Path(model).expanduser().is_dir():
-        return model, load_config(resolve_checkpoint(model))
     with contextlib.suppress(HFValidationError):  # no id of a hub: a misspelt folder
         if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
             return model, load_config(Path(cached).parent)
@@ -146,7 +147,8 @@ def sizing(models: Sequence[str], asked: Asked, *, form: str) -> int:
     """Prints the table. form: table, markdown or json."""
     found = [size(model, asked) for model in models or PUBLISHED]
     if form == "json":
-        print(json.dumps([asdict(each) for each in found]))  # noqa: T201
+        named = [asdict(each) | {"streams": {f"{gib:g}": num for gib, num in each.streams.items()}} for each in found]
+        print(json.dumps(named))  # noqa: T201
     elif form == "markdown":
         print(markdown(found, asked), end="")  # noqa: T201
     else:

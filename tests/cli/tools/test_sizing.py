@@ -87,7 +87,21 @@ def test_a_shape_has_as_many_parameters_as_its_card_says(name: str) -> None:
 def test_a_checkpoint_on_this_machine_is_sized_too() -> None:
     (found,) = json.loads(printed("sizing", "folio-chat", "--context", "512", "--memory", "1", "--json"))
     assert found["model"] == "folio-chat"
-    assert found["streams"]["1.0"] > 100
+    assert found["streams"]["1"] > 100
+
+
+def test_a_folder_is_read_although_its_name_is_that_of_a_published_model(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "Qwen2.5-7B-Instruct")
+    assert size(str(folder), Asked(context=64)).weights_bytes == weights_bytes(load_model(folder))
+
+
+def test_memory_is_named_alike_whether_it_was_given_or_not_and_a_column_once() -> None:
+    (unset,) = json.loads(printed("sizing", "Qwen2.5-0.5B", "--json"))
+    (given,) = json.loads(printed("sizing", "Qwen2.5-0.5B", "--memory", "24", "--memory", "0.5", "--json"))
+    assert list(unset["streams"]) == ["16", "24", "48", "80", "141"]
+    assert given["streams"] == {"24": unset["streams"]["24"], "0.5": 0}
+    twice = printed("sizing", "Qwen2.5-0.5B", "--memory", "24", "--memory", "24", "--markdown")
+    assert len({line.count("|") for line in twice.splitlines()}) == 1
 
 
 def test_a_context_may_be_as_long_as_yarn_extends_it(tmp_path: Path) -> None:
