@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,21 @@ def test_a_folder_imports_only_what_its_arrow_allows(folder: str, repository: Pa
             wrong[name] = sorted(extra)
     assert files
     assert wrong == {}
+
+
+def test_the_page_has_the_arrows_and_packages_that_are_imported(repository: Path) -> None:
+    """cli may import everything, and the row says so."""
+    page = (repository / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)/` \|[^|]+\|([^|]+)\|[^|]*\|$", page, re.MULTILINE)
+    told = {folder: set(re.findall(r"\w+", cell)) for folder, cell in rows}
+    arrows = {folder: (may & FOLDERS) - {folder} for folder, (may, _) in ARROWS.items() if folder in told}
+    assert told.keys() | {"integrations/dynamo"} == ARROWS.keys()
+    assert {folder: FOLDERS & words for folder, words in told.items() if folder != "cli"} == {
+        folder: may for folder, may in arrows.items() if folder != "cli"
+    }
+    for folder, words in told.items():
+        imported = {name for path in (repository / folder).rglob("*.py") for name in imports(path)}
+        assert (words & packages_distributions().keys()) - imported <= {"octavo"}, folder
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
