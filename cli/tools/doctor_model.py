@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.cli.explain import explain
 from octavo.cli.serve.preflight import check_device, check_model, check_names
-from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.settings.groups import ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.worker_config import pick_device
 from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict, available_bytes
@@ -93,7 +93,7 @@ def _check_products(folder: Path, checkpoint: str, settings: ServeSettings) -> l
     """Nothing where a CPU can multiply as is asked for, which a worker sees once it has the weights; and on a GPU."""
     try:
         if pick_device(settings.device) == "cpu":
-            _multiply_on_a_cpu(folder, settings)
+            multiply_on_a_cpu(folder, settings)
     except Exception as error:
         told = explain(error)
         detail = f"{checkpoint}: {told.what}: {told.numbers}"
@@ -101,7 +101,7 @@ def _check_products(folder: Path, checkpoint: str, settings: ServeSettings) -> l
     return []
 
 
-def _multiply_on_a_cpu(folder: Path, settings: ServeSettings) -> None:
+def multiply_on_a_cpu(folder: Path, settings: ServeSettings | WorkerSettings) -> None:
     """Raises InvarianceUnavailable, FormatUnavailable."""
     import torch
 

@@ -19,6 +19,7 @@ from octavo.cli.serve.preflight import check_device_here, check_model, check_num
 from octavo.cli.settings.groups import WorkerSettings
 from octavo.cli.settings.resolve import validated
 from octavo.cli.settings.worker_config import default_batch_tokens, pick_device
+from octavo.cli.tools.doctor_model import multiply_on_a_cpu
 from octavo.model.attention.interface import get_backend
 from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.source import resolve_checkpoint
@@ -113,13 +114,17 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
 
 def check_settings(served: Served, backends: Sequence[str] = ()) -> None:
     """That a worker could be started so, as far as settings and a checkpoint that is here tell it: minutes pass before
-    one is. backends: of the layers' comparison. Raises CliError, CheckpointError, CardError, BackendName."""
+    one is. backends: of the layers' comparison. Raises CliError, CheckpointError, CardError, BackendName,
+    InvarianceUnavailable, FormatUnavailable."""
     for name in backends:
         get_backend(name)
     settings = _worker_settings(served)
     check_numbers(settings)
     check_combinations(settings)
-    check_model(served.model, settings)
+    folder = check_model(served.model, settings)
+    if folder is not None and settings.device == "cpu":
+        check_cut(folder, served.tensor_parallel_size, served.model)
+        multiply_on_a_cpu(folder, settings)
 
 
 def check_instead(served: Served, chosen: Sequence[str]) -> None:
@@ -147,6 +152,7 @@ def _worker_settings(served: Served) -> WorkerSettings:
         "deterministic": served.deterministic is Deterministic.ON,
         "attention_backend": served.attention_backend,
         "max_model_len": served.max_model_len,
+        "tensor_parallel_size": served.tensor_parallel_size,
     }
     return validated(WorkerSettings, {name: each for name, each in values.items() if each is not None}, {})
 

@@ -21,6 +21,7 @@ from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.cpu.native import native_library
 from octavo.model.errors import CheckpointError
+from octavo.model.invariant import InvarianceUnavailable
 from octavo.model.layers.decoder import Rope
 from octavo.model.layers.linear import FormatUnavailable
 from octavo.model.verify.served import MISTAKE, ServedRow
@@ -314,6 +315,8 @@ def test_inputs_are_taken_to_be_rounded_where_this_cpu_rounds_them(can: bool, mo
         ({"attention_backend": "flash"}, "--attention-backend is 'flash'"),
         ({"deterministic": Deterministic.ON, "dtype": "float16"}, "deterministic mode on a CPU is for"),
         ({"deterministic": Deterministic.ON, "attention_backend": "sdpa"}, "deterministic mode goes with no"),
+        ({"deterministic": Deterministic.ON}, r"sizes \(64, 160, 16\) must be multiples of 32"),
+        ({"quantization": "int8", "dtype": "float32"}, "need a bf16 model, and this one computes in float32"),
     ],
 )
 def test_settings_that_no_worker_could_have_are_told_before_anything_is_compared(
@@ -321,12 +324,12 @@ def test_settings_that_no_worker_could_have_are_told_before_anything_is_compared
 ) -> None:
     monkeypatch.setattr("octavo.cli.tools.verify.configure_logs", lambda *args: None)
     monkeypatch.setattr("octavo.cli.tools.verify.verify_checkpoint", Mock(side_effect=AssertionError("it was begun")))
-    with pytest.raises(CliError, match=words):
+    with pytest.raises((CliError, FormatUnavailable, InvarianceUnavailable), match=words):
         verify(Served(model=str(tiny), device="cpu", **options), backends=(), num_prompts=1, max_new_tokens=1)
 
 
 def test_settings_that_a_worker_can_have_are_taken(tiny: Path) -> None:
     check_settings(Served(model=str(tiny), device="cpu"), ["reference", "sdpa"])
-    check_settings(Served(model=str(tiny), device="cpu", dtype="float32", quantization="int8", max_model_len=16))
+    check_settings(Served(model=str(tiny), device="cpu", dtype="bfloat16", quantization="int8", max_model_len=16))
     with pytest.raises(BackendName, match="flash"):
         check_settings(Served(model=str(tiny)), ["flash"])
