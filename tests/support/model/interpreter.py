@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -57,6 +58,9 @@ def prepare_interpreter() -> None:
     _reduce_by_halves()
     if os.environ.get("TRITON_INTERPRET") == "1":
         _describe_each_shape_once()
+        _leave_out_what_nobody_reads()
+        _call_the_language_directly()
+        _agree_at_once_where_types_do()
 
 
 def _let_comparisons_be_booleans() -> None:
@@ -104,31 +108,117 @@ def _describe_each_shape_once() -> None:
     the interpreter does. Here values of one shape share them, and words are made where they are read."""
     import triton.language as tl
 
+    described = dict[Any, tuple[Any, int, Any, Any]]()  # of a type and of its values, by the shape and by its sizes
+    make_type = tl.block_type.__init__
+    scalar = (tl.core.tuple([]), tl.constexpr(1))
+
     def whole(number: Any) -> int:
         return number.value if isinstance(number, tl.constexpr) else number
 
-    @cache
-    def of_type(*shape: int) -> tuple[Any, int]:
+    def describe(shape: Any) -> tuple[Any, int, Any, Any]:
         """As the language does it: it refuses some, and numbers may not be of any type."""
-        original(described := object.__new__(tl.block_type), tl.int32, list(shape))
-        return described.shape, described.numel
+        sizes = tuple(map(whole, shape))
+        if sizes not in described:
+            make_type(made := object.__new__(tl.block_type), tl.int32, list(sizes))
+            values = tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+            described[sizes] = described[id(made.shape)] = (made.shape, made.numel, *values)
+        return described[sizes]
 
-    @cache
-    def of_value(*shape: int) -> tuple[Any, Any]:
-        return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
-
-    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+    def type_of_block(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape, self.numel = of_type(*map(whole, shape))
+        self.shape, self.numel, *self.of_value = described.get(id(shape)) or describe(shape)
 
     def make_value(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = of_value(*type.shape) if type.is_block() else of_value()
+        self.shape, self.numel = type.of_value if type.is_block() else scalar
 
-    original = tl.block_type.__init__
-    tl.block_type.__init__ = make_type
+    tl.block_type.__init__ = type_of_block
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
     tl.tensor.__init__ = make_value
+
+
+def _leave_out_what_nobody_reads() -> None:
+    """Sums and products of integers are computed in 64 bits once more, for an assertion that only a debugger makes."""
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def _call_the_language_directly() -> None:
+    """Around each of its functions two look through keywords, and much is asked four times what it is not."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    checked = tl.core.builtin(lambda: None).__code__
+    handle, semantic = interpreter.TensorHandle, interpreter.interpreter_semantic
+    unwrap, plain = tl.core._unwrap_if_constexpr, {int, bool, float, str, type(None), tl.tensor, tl.dtype}
+
+    def patch(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return inner(*arguments, **named)
+
+        scope.set_attr(place, name, call)
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if type(dtype) is not tl.dtype or data.itemsize * 8 > max(8, dtype.primitive_bitwidth):
+            self.__post_init__()
+
+    def unwrap_quickly(value: Any) -> Any:
+        kind = type(value)
+        return value if kind in plain else value.value if kind is tl.constexpr else unwrap(value)
+
+    interpreter._patch_attr, handle.__init__ = patch, make_handle
+    tl.core._unwrap_if_constexpr = unwrap_quickly
+
+
+def _agree_at_once_where_types_do() -> None:
+    """Two values of one type and shape need neither a common type nor a common shape, for which the language asks some
+    thirty questions; other pairs of types, and what a number becomes beside a value, are asked for once."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    compute, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
+    common, numbers = dict[Any, Any](), dict[Any, Any]()
+
+    def check_types(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        asked = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if type(lhs) is tl.tensor and type(lhs.dtype) is tl.dtype:
+            if type(rhs) is tl.tensor:
+                if lhs.dtype is rhs.dtype and not div_or_mod:
+                    return broadcast_shapes(self, lhs, rhs)
+            elif type(rhs) in (int, float):
+                key = (type(rhs), rhs, lhs.dtype.name, id(lhs.shape), *asked)
+                if key in numbers:
+                    return lhs, numbers[key]
+                left, right = check(self, lhs, rhs, *asked)
+                if left is lhs:
+                    right.handle.data.flags.writeable = False
+                    numbers[key] = right
+                return left, right
+        return check(self, lhs, rhs, *asked)
+
+    def broadcast_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def common_type(self: Any, lhs: Any, lhs_is_scalar: bool, rhs: Any, rhs_is_scalar: bool, div_or_mod: bool) -> Any:
+        pair = (lhs.name, lhs_is_scalar, rhs.name, rhs_is_scalar, div_or_mod)
+        if pair not in common:
+            common[pair] = compute(self, lhs, lhs_is_scalar, rhs, rhs_is_scalar, div_or_mod)
+        return common[pair]
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = check_types, broadcast_shapes
+    TritonSemantic.computation_type_impl = common_type
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 def _reduce_by_halves() -> None:
