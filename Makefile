@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-isa test-interop test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa interop test-interop test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -81,8 +81,11 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 		OCTAVO_CPU_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -n $(CPU_JOBS) $(SPREAD) -m "not gpu" $(NO_ISA) $(ISA_TESTS); \
 	done
 
-# Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
-# with the others: what must be free within seconds is looked at here.
+# Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run.
+interop: dev ## the environments of test-interop, from PyPI and npm; says which cannot be made
+	@$(BIN)/python -m tests.support.services.interop
+
+# Not together with the others: what must be free within seconds is looked at here.
 test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, NVIDIA Dynamo, gRPC for Node
 	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra tests/interop
 
@@ -234,8 +237,9 @@ $(VENV)/.installed: pyproject.toml setup.py proto/pyproject.toml $(VENV)/.torch
 	@$(PIP) install --progress-bar on -e ./proto -e .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+# In a new environment at once: what is to be built of this checkout takes as long again after `make install`.
+$(VENV)/.installed-dev: pyproject.toml setup.py proto/pyproject.toml $(VENV)/.torch
 	@echo "installing what tests and linters need"
 	@$(PIP) install --progress-bar on -e ./proto -e ".[dev]" \
 		$$($(BIN)/python -c 'import torch; print("" if torch.version.cuda else "triton==$(TRITON) $(CUDA_COMPILER)")')
-	@touch $@
+	@touch $(VENV)/.installed $@

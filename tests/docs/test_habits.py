@@ -1,5 +1,6 @@
 """What runs at a commit and at a push: the hooks and the workflow are valid, and call only what a checkout has."""
 
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,30 @@ def test_what_the_workflow_runs_calls_targets_of_the_makefile(repository: Path, 
     called = re.findall(r"^make ([a-z-]+)", (repository / ".ci/run").read_text(), re.MULTILINE)
     assert len(called) >= 4
     assert set(called) <= targets
+
+
+@pytest.mark.parametrize("failing", ["", "interop", "lint", "test", "test-cluster"])
+def test_it_ends_with_the_first_that_fails_and_without_what_runs_aside(
+    failing: str, repository: Path, tmp_path: Path
+) -> None:
+    """make writes what it is called for here, and takes longer for what is fetched."""
+    (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "make").write_text(
+        f'#!/bin/sh\n[ $1 = interop ] && sleep 0.5\necho $1 >> {tmp_path}/made\n[ $1 != "{failing}" ]\n'
+    )
+    for program in ("make", "apt-get"):
+        (tmp_path / program).chmod(0o755)
+    done = subprocess.run(
+        [repository / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    made = (tmp_path / "made").read_text().split()
+    steps = ["dev", "lint", "breaking", "test", "test-isa", "test-interop", "test-cluster"]
+    num_begun = {"": len(steps), "interop": steps.index("test-interop")}.get(failing) or steps.index(failing) + 1
+    assert [each for each in made if each != "interop"] == steps[:num_begun], done.stderr
+    assert (done.returncode == 0) is (not failing)
+    if "test-interop" in made:
+        assert "interop" in made[: made.index("test-interop")]
 
 
 def test_hooks_download_nothing_and_call_what_the_environment_has(repository: Path, targets: set[str]) -> None:
