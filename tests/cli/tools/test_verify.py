@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  (before what is there is frozen)
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 from octavo.cli.errors import CliError
 from octavo.cli.tools.verify import Served, check_settings, compare_served, verify
