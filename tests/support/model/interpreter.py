@@ -185,7 +185,7 @@ def _agree_at_once_where_types_do() -> None:
 
     check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
     compute, equal = TritonSemantic.computation_type_impl, tl.dtype.__eq__
-    common, numbers = dict[Any, Any](), dict[Any, Any]()
+    common, numbers, shapes = dict[Any, Any](), dict[Any, Any](), dict[Any, Any]()
 
     def check_types(
         self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
@@ -208,7 +208,26 @@ def _agree_at_once_where_types_do() -> None:
         return check(self, lhs, rhs, *asked)
 
     def broadcast_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return (lhs, splat(self, rhs, lhs.type)) if lhs.type.is_block() else (splat(self, lhs, rhs.type), rhs)
+        pair = (id(lhs.type.shape), id(rhs.type.shape))
+        if pair in shapes:
+            return spread(self, lhs, shapes[pair]), spread(self, rhs, shapes[pair])
+        left, right = broadcast(self, lhs, rhs)
+        if len(lhs.shape) == len(rhs.shape):
+            shapes[pair] = left.type.shape
+        return left, right
+
+    def splat(self: Any, value: Any, block: Any) -> Any:
+        kind = block.with_element_ty(value.dtype)
+        return self.tensor(self.builder.create_splat(kind, value.handle), kind)
+
+    def spread(self: Any, value: Any, shape: Any) -> Any:
+        if value.type.shape is shape:
+            return value
+        return self.tensor(self.builder.create_broadcast(value.handle, shape), tl.block_type(value.dtype, shape))
 
     def common_type(self: Any, lhs: Any, lhs_is_scalar: bool, rhs: Any, rhs_is_scalar: bool, div_or_mod: bool) -> Any:
         pair = (lhs.name, lhs_is_scalar, rhs.name, rhs_is_scalar, div_or_mod)
