@@ -139,8 +139,6 @@ def _from_prompt(path: Path, number: int, row: Any, lengths: Lengths) -> Ask:
         prompt = GenerateFields(text=text)
     try:
         generate_request(**prompt)
-    except KeyError as error:
-        raise _unusable(path, f"entry {number}: a message has no {error}") from None
     except (TypeError, ValueError) as error:
         raise _unusable(path, f"entry {number}: {error}") from None
     return Ask(prompt=prompt, num_output=num_output, is_exact=False)

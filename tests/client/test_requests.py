@@ -102,6 +102,12 @@ def test_tools_that_are_none_are_named(tools: object) -> None:
         generate_request(messages=[("user", "hi")], tools=tools)
 
 
+@pytest.mark.parametrize("calls", [["weather"], {"name": "weather"}])
+def test_tool_calls_that_are_none_are_named(calls: object) -> None:
+    with pytest.raises(TypeError, match=r"^messages: '(weather|name)' is no tool call"):
+        generate_request(messages=[{"role": "assistant", "tool_calls": calls}])
+
+
 @pytest.mark.parametrize("given", [{"token_ids": [-1]}, {"text": "\ud83d"}])
 def test_an_input_that_cannot_be_sent_is_named(given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(given))}: "):

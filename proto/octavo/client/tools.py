@@ -46,9 +46,11 @@ def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
 
 
 def tool_call(call: Call) -> inference_pb2.ToolCall:
-    """The call as the contract has it. Raises ValueError where it has no name."""
+    """The call as the contract has it. Raises ValueError where it has no name, TypeError where it is none."""
     if isinstance(call, inference_pb2.ToolCall):
         return call
+    if not isinstance(call, Mapping):
+        raise TypeError(f"{call!r} is no tool call: a ToolCall or a dictionary")
     fields = call.get("function", call)
     if not fields.get("name"):
         raise ValueError("a tool call has a name")

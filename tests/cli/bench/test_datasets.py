@@ -93,7 +93,7 @@ def test_a_trace_has_lengths_and_times_and_is_never_repeated(text: str, tmp_path
         (b'{"turns": []}', "entry 1 has no prompt, messages or turns"),
         (b'{"turns": 5}', "entry 1 has no prompt, messages or turns"),
         (b'[{"conversations": 5}]', "no entry of it is of use"),
-        (b'{"messages": [{"content": "x"}]}', "entry 1: a message has no 'role'"),
+        (b'{"messages": [{"content": "x"}]}', "entry 1: messages: role None is none of system, user, assistant, tool"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "entry 1: messages: bad argument type .*"),
         (b'{"prompt": "x"}\n{"prompt": "\\ud800"}', "entry 2: text: 'utf-8' codec .*"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,4\n", "entry 1: Invalid isoformat string: 'yesterday'"),
