@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -143,11 +144,11 @@ def leave_a_stream(python: Path, service: Service, **settings: str) -> None:
 
 def make_all() -> None:
     """Says which cannot be made."""
-    makers = [
+    makers: list[Callable[[], object]] = [
         partial(interop_python, name)
         for name in sorted({each.stem.removesuffix("-alone") for each in PINS.glob("*.txt")})
     ]
-    for make in (*makers, interop_node):
+    for make in [*makers, interop_node]:
         try:
             make()
         except NoEnvironment as error:
