@@ -144,11 +144,9 @@ def leave_a_stream(python: Path, service: Service, **settings: str) -> None:
 
 def make_all() -> None:
     """Says which cannot be made."""
-    makers: list[Callable[[], object]] = [
-        partial(interop_python, name)
-        for name in sorted({each.stem.removesuffix("-alone") for each in PINS.glob("*.txt")})
-    ]
-    for make in [*makers, interop_node]:
+    names = sorted({each.stem.removesuffix("-alone") for each in PINS.glob("*.txt")})
+    makers: list[Callable[[], object]] = [*(partial(interop_python, name) for name in names), interop_node]
+    for make in makers:
         try:
             make()
         except NoEnvironment as error:
