@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from octavo.cli.app import app
         from octavo.cli.settings.setting import DEBUG_VARIABLE
-        from octavo.gateway.observability import grpc_logging  # noqa: F401  (sets the environment of grpc: before it)
+        from octavo.gateway.observability import grpc_environment  # noqa: F401  (sets it: before grpc)
 
         if "--debug" in arguments:
             os.environ[DEBUG_VARIABLE] = "1"

@@ -232,6 +232,8 @@ class ProcessPool:
         source, sink = child.process.stdout, child.process.stdin
         assert source is not None
         assert sink is not None
+        if sink.is_closing():  # uvloop has no OSError for it
+            raise BrokenPipeError
         sink.write(struct.pack(">I", len(frame)) + frame)
         await sink.drain()
         (length,) = struct.unpack(">I", await source.readexactly(4))

@@ -113,6 +113,17 @@ def test_the_command_writes_no_lines_but_its_own(tmp_path: Path) -> None:
         assert process.wait(10) == 0
 
 
+@pytest.mark.parametrize("module", ["octavo.gateway.main", "octavo.cli.main"])
+def test_grpc_starts_nothing_in_processes_that_become_other_programs(module: str) -> None:
+    """Its threads there ended one process for constraints in a dozen by a segmentation fault, and a request with it."""
+    code = f"import os, {module}; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])"
+    if module == "octavo.cli.main":
+        code = code.replace("; print", "; octavo.cli.main.main(['--version']); print")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
+    assert done.stdout.split()[-1] == "false"
+
+
 def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 

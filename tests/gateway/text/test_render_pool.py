@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -20,7 +21,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
 from octavo.gateway.text.model_text import ModelText
-from octavo.gateway.text.process_pool import InProcessRenderer, ProcessLimits, RenderPool, chat_json
+from octavo.gateway.text.process_pool import (
+    InProcessRenderer,
+    ProcessLimits,
+    ProcessPool,
+    RenderPool,
+    Stopped,
+    chat_json,
+)
 from octavo.gateway.text.service import Share
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
 from tests.support.gateway.tokenizers_tiny import TEMPLATE
@@ -160,6 +168,23 @@ async def test_a_process_that_stands_still_is_given_up_and_replaced() -> None:
         os.kill(pid, signal.SIGKILL)
         results = [await asyncio.gather(render(renders, GOOD), return_exceptions=True) for _ in range(3)]
         assert results[-1] == [GOOD_TEXT]
+
+
+def test_a_process_that_has_ended_by_itself_is_told_as_such_by_uvloop_too() -> None:
+    """Its transport is closed then, and raises what no pipe raises."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def work() -> None:
+        pool = ProcessPool("octavo.gateway.text.render_child", ProcessLimits(), task="try")
+        child = await pool._new_child()
+        child.process.kill()
+        await child.process.wait()
+        with pytest.raises(Stopped) as caught:
+            await pool._ask(child, Mock(frame=lambda known: b"{}"))
+        assert caught.value.exit_code == -signal.SIGKILL
+        await pool.close()
+
+    uvloop.run(work())
 
 
 async def test_what_waits_is_bounded_and_who_has_the_most_is_refused() -> None:
