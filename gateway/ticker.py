@@ -148,9 +148,7 @@ class Ticker:
     def take_gauges(self) -> None:
         """Set the gauges."""
         meters, num_entered = self._meters, self._tracker.admission.counts().num_entered
-        embeddings = [each for each in self._tracker.preparing if each.model]
-        num_sent = len(self._tracker) + len(embeddings)
-        meters.num_running = self._tracker.num_scheduled() + sum(each.is_begun for each in embeddings)
+        num_sent, meters.num_running = self._tracker.at_workers()
         meters.num_waiting, meters.num_preparing = num_sent - meters.num_running, num_entered - num_sent
         meters.num_tokenizing = self._text.num_waiting
         meters.is_draining = self._tracker.is_draining
@@ -176,15 +174,14 @@ class Ticker:
             await asyncio.sleep(REPORT_INTERVAL_S)
             now_s = time.monotonic()
             prompt = sum(meters.prompt_tokens for meters in self._meters.models.values())
-            generation = self._meters.num_generated()
-            if prompt != last_prompt or generation != last_generation or len(self._tracker):
-                num_running = self._tracker.num_scheduled()
+            generation, (num_sent, num_running) = self._meters.num_generated(), self._tracker.at_workers()
+            if prompt != last_prompt or generation != last_generation or num_sent:
                 log.info(
                     "load",
                     prompt_tokens_per_s=round((prompt - last_prompt) / (now_s - last_s), 1),
                     generation_tokens_per_s=round((generation - last_generation) / (now_s - last_s), 1),
                     running=num_running,
-                    waiting=len(self._tracker) - num_running,
+                    waiting=num_sent - num_running,
                     kv_usage=_kv_usage(self._pool.workers()),
                 )
             last_s, last_prompt, last_generation = now_s, prompt, generation

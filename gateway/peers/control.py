@@ -258,7 +258,7 @@ class Control:
 
     def _load(self) -> PeerReply:
         num_in_flight = self._tracker.admission.counts().num_entered
-        num_sent = len(self._tracker) + sum(bool(each.model) for each in self._tracker.preparing)
+        num_sent, _ = self._tracker.at_workers()
         return PeerReply(
             call_id=_NO_ID,
             gateway_id="",

@@ -98,8 +98,7 @@ class TrackedRequest:
     # ------------------------------------------------------------ ends that come from the gateway
 
     def end_at_deadline(self, figures_s: float) -> None:
-        """The time is over and the worker has not ended it. A partial answer waits figures_s for the worker's
-        figures."""
+        """The time is over and the worker has not ended it. A partial answer waits figures_s for its figures."""
         for stream in self.streams:
             stream.end_at_deadline()
         self.backstop = asyncio.get_running_loop().call_later(figures_s, self._stop_waiting)
@@ -234,9 +233,11 @@ class RequestTracker:
         """The requests that no worker has yet, and those that their tasks do to their ends; the oldest first."""
         return list(self._preparing.values())
 
-    def num_scheduled(self) -> int:
-        """Requests that a worker has begun."""
-        return sum(1 for each in self if each.stream.scheduled_s or each.stream.first_token_s)
+    def at_workers(self) -> tuple[int, int]:
+        """How many requests workers have, embeddings among them, and how many of those are begun."""
+        begun = [bool(each.stream.scheduled_s or each.stream.first_token_s) for each in self]
+        begun += [each.is_begun for each in self.preparing if each.model]
+        return len(begun), sum(begun)
 
     # ------------------------------------------------------------ in
 
@@ -345,8 +346,7 @@ class RequestTracker:
             self.close(tracked)
 
     def close(self, tracked: TrackedRequest) -> None:
-        """The RPC is over: note its figures for the log, cancel outputs that still run, forget the request.
-        Idempotent."""
+        """The RPC is over: note its figures for the log, cancel outputs that run, forget the request. Idempotent."""
         first_s = tracked.stream.first_token_s
         tracked.scope.log_fields |= {
             "model": tracked.card.name,
