@@ -43,14 +43,14 @@ WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
-KERNELS = 9
+KERNELS = 10
 """One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
 again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
 too. 4: those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut
 another way, and one row may take those that overlap. 6: rows stand at a context when they are timed; programs without a
 part of a context end at once. 7: gate and up of few rows sum the norm's squares first. 8: a small batch's attention
 keeps longer tiles in registers; a size is timed in its middle. 9: gate, up and down of more than 64 rows are cut for
-clusters."""
+clusters. 10: so are the other products, and programs send one another their sums."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 

@@ -40,7 +40,9 @@ OverlappingCuts = LayerCuts[AnyCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
 """Batch sizes that have cuts of their own: each serves those below it."""
 CLUSTERED_SIZES = (128, 192, 256)
-"""Those whose gate, up and down are cut for clusters where a device has them."""
+"""Those whose products are cut for clusters where a device has them."""
+FEW_CLUSTERED = 128
+"""Up to so many rows all of them are, but in the narrowest models."""
 MOST_STAGES = 8
 WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, TRIPLE_BYTES = 196_608, 172_032, 114_688, 65_536
 """Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
@@ -165,15 +167,20 @@ def head_cut(num_rows: int) -> OverlappingCut:
 
 def overlapping_cuts_of(config: ModelConfig, size: int, *, has_clusters: bool = False) -> OverlappingCuts:
     """`all_cuts_of` one of OVERLAPPING_SIZES or of CLUSTERED_SIZES, where a library is not faster. Of more than 64 rows
-    gate, up and down are cut for clusters of programs, where the device has them."""
+    products are cut for clusters of programs, where the device has them: which of them, by what was measured
+    (bench/RESULTS.md)."""
     cuts = _cuts_beside_library(config, next(each for each in OVERLAPPING_SIZES if size <= each))
     if size not in CLUSTERED_SIZES or not has_clusters:
         return cuts
-    D, I = config.hidden_size, config.intermediate_size
-    gate_up, down = gate_up_cut(2 * I, size), split_cut(D, I, size)
-    if D < WIDE_HIDDEN:
+    D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    gate_up, down, is_few = gate_up_cut(2 * I, size), split_cut(D, I, size), size <= FEW_CLUSTERED
+    if D <= NARROW_INPUTS:
         return replace(cuts, gate_up=gate_up, down=down)
-    return OverlappingCuts(gate_up=gate_up, down=down if size <= 128 else None)
+    qkv = split_cut(A + 2 * config.num_key_value_heads * config.head_dim, D, size)
+    output = split_cut(D, A, size) if is_few else cuts.output
+    if D < WIDE_HIDDEN or is_few:
+        return OverlappingCuts(qkv=qkv, output=output, gate_up=gate_up, down=down)
+    return OverlappingCuts(gate_up=gate_up)
 
 
 def _cuts_beside_library(config: ModelConfig, size: int) -> OverlappingCuts:

@@ -3,8 +3,10 @@
 //
 //   GROUPS    warp groups that multiply, each TILES x 64 tokens of a tile; one more group fetches
 //   OUTPUTS   rows of the matrix of a tile: any multiple of 8, so that tiles fill whole rounds of a device
+//   WIDTH     those of an instruction
 //   STAGES    blocks of 64 inputs on the way
-//   SPLITS    programs of a cluster, each with a part of the inputs, whose sums go through one another's shared memory
+//   SPLITS    programs of a cluster, each with a part of the inputs, which send one another their sums
+//   APART     whether those have memory of their own, else that of the stages
 //   THEN      what becomes of the sums: PUT, ADD or GATE
 //   IS_FP16   the numbers are float16, else bfloat16
 //
@@ -20,10 +22,11 @@ constexpr int TOKENS = GROUPS * TILES * 64;
 constexpr int RESULTS = THEN == GATE ? OUTPUTS / 2 : OUTPUTS;  // of a tile: each gate has its up
 constexpr int THREADS = GROUPS * 128;                          // that multiply
 constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + OUTPUTS * 128;
-constexpr int PITCH = OUTPUTS + 8;          // numbers of a row of sums in shared memory, by which banks take turns
-constexpr int SHARE = TOKENS / SPLITS;      // tokens whose sums each program of a cluster adds up
-constexpr int QUADS = OUTPUTS / 4;          // of numbers in a row
-constexpr int ITEMS = (SHARE * QUADS + THREADS - 1) / THREADS;  // quads of a thread
+constexpr int PITCH = OUTPUTS % 16 ? OUTPUTS : OUTPUTS + 8;  // numbers of a row of sums, by which banks take turns
+constexpr int QUADS = OUTPUTS / 4;                           // of numbers in a row
+constexpr int MOST_SHARE = (TOKENS + SPLITS - 1) / SPLITS;   // tokens whose sums a program of a cluster adds up
+constexpr int ITEMS = (MOST_SHARE * QUADS + THREADS - 1) / THREADS;  // quads of a thread
+constexpr int ROW_BYTES = PITCH * 4, SHARE_BYTES = MOST_SHARE * ROW_BYTES;  // of sums; of a program's share at most
 
 struct alignas(64) TensorMap {
   char bytes[128];
@@ -52,10 +55,23 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
       : "memory");
 }
 
-// Of the threads that multiply, and of all programs of a cluster.
+// Of the threads that multiply.
 __device__ __forceinline__ void meet_groups() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+// Without a fence for the device, which the barrier has unless it is told otherwise: what goes from program to program is
+// waited for by its bytes.
+__device__ __forceinline__ void arrive_at_cluster() {
+  if (SPLITS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  if (SPLITS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+// To the same place of another program of the cluster, whose barrier at the same place counts the bytes.
+__device__ __forceinline__ void send_sums(int program, u32 to, u32 from, u32 bytes, u32 bar) {
+  asm volatile(
+      "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %4;\nmapa.shared::cluster.u32 bar, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, [bar];\n}" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(bar), "r"(program)
+      : "memory");
 }
 
 __device__ __forceinline__ void fetch_rows(u32 to, const TensorMap* map, u32 bar, int input, int row) {
@@ -79,8 +95,8 @@ __device__ __forceinline__ u64 operand(u32 at) {
   return (u64)((at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// d[64 tokens][OUTPUTS] (+)= x[64][16] * w[OUTPUTS][16]^T.
-__device__ __forceinline__ void multiply(float (&d)[OUTPUTS / 2], u64 x, u64 w, int has_sums) {
+// d[64 tokens][WIDTH] (+)= x[64][16] * w[WIDTH][16]^T.
+__device__ __forceinline__ void multiply(float (&d)[WIDTH / 2], u64 x, u64 w, int has_sums) {
   @MULTIPLY@
 }
 
@@ -150,23 +166,31 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
     clustered_product_kernel(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, u16* out, const float* scale_T,
             int T, int O, int num_blocks) {
   extern __shared__ char room[];
-  __shared__ u64 barriers[2 * STAGES];
-  const u32 stages = (shared_address(room) + 1023) & ~1023u;
-  const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
+  __shared__ u64 barriers[2 * STAGES + 1];
+  const u32 stages = (shared_address(room) + 1023) & ~1023u, landing = stages + (APART ? STAGES * STAGE_BYTES : TOKENS * ROW_BYTES);
+  const u32 full = shared_address(barriers), empty = full + 8 * STAGES, landed = empty + 8 * STAGES;
   const int group = threadIdx.x / 128, split = blockIdx.x % SPLITS;
+  // Tiles of tokens fastest: a tile of the matrix is read while it is in the cache. Where sums are split, a cluster has
+  // one tile, whose sums take the stages' memory, and each of its programs adds up those of a share of the tile's tokens.
+  const int token_tiles = (T + TOKENS - 1) / TOKENS, num_tiles = token_tiles * ((O + RESULTS - 1) / RESULTS);
+  const int first_tile = blockIdx.x / SPLITS, step = gridDim.x / SPLITS;
+  const int first_token = first_tile % token_tiles * TOKENS, tokens = min(TOKENS, T - first_token);
+  // Of fewer tokens than a tile has, no more are fetched: sums of rows that were there before are written nowhere.
+  const int fetched = T < TOKENS ? (T + 7) / 8 * 8 : TOKENS, stage_bytes = (fetched + OUTPUTS) * 128;
+  const int share = (tokens + SPLITS - 1) / SPLITS, first_of_share = min(split * share, tokens);
+  const int of_share = min(share, tokens - first_of_share);
   start_next();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, GROUPS);
     }
+    barrier_init(landed, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (SPLITS > 1) barrier_expect(landed, (SPLITS - 1) * of_share * ROW_BYTES);
   }
   __syncthreads();
-  // Tiles of tokens fastest: a tile of the matrix is read while it is in the cache. Where sums are split, a cluster has
-  // one tile, whose sums take the stages' memory.
-  const int token_tiles = (T + TOKENS - 1) / TOKENS, num_tiles = token_tiles * ((O + RESULTS - 1) / RESULTS);
-  const int first_tile = blockIdx.x / SPLITS, step = gridDim.x / SPLITS;
+  if (APART) arrive_at_cluster();
   const int first = num_blocks * split / SPLITS, blocks = num_blocks * (split + 1) / SPLITS - first;
   u32 before[ITEMS][2];
 
@@ -179,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
         // The first tile's weights are asked for before the wait: no kernel writes them.
         const int early = filled > 0 ? 0 : min(blocks, STAGES);
         for (int b = 0; b < early; b++) {
-          barrier_expect(full + 8 * b, STAGE_BYTES);
+          barrier_expect(full + 8 * b, stage_bytes);
           fetch_weights(stages + b * STAGE_BYTES + X_BYTES, &w_map, full + 8 * b, (first + b) * 64, output);
         }
         if (filled == 0) wait_for_previous();
@@ -188,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
           const u32 at = stages + s * STAGE_BYTES;
           if (b >= early) {
             if (filled >= STAGES) barrier_wait(empty + 8 * s, filled / STAGES + 1 & 1);
-            barrier_expect(full + 8 * s, STAGE_BYTES);
+            barrier_expect(full + 8 * s, stage_bytes);
             fetch_weights(at + X_BYTES, &w_map, full + 8 * s, (first + b) * 64, output);
           }
           fetch_rows(at, &x_map, full + 8 * s, (first + b) * 64, token);
@@ -196,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
       }
     }
     __syncwarp();
+    if (!APART) arrive_at_cluster();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 @MANY@;");
     wait_for_previous();
@@ -215,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
       } else if (THEN == ADD) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-          const int quad = i * THREADS + threadIdx.x, t = token + split * SHARE + quad / QUADS, o = output + quad % QUADS * 4;
-          const u32* at = (const u32*)(out + (u64)t * O + o);
-          const bool is_in = quad < SHARE * QUADS && t < T && o < O;
+          const int quad = i * THREADS + threadIdx.x, o = output + quad % QUADS * 4;
+          const u32* at = (const u32*)(out + (u64)(token + first_of_share + quad / QUADS) * O + o);
+          const bool is_in = quad < of_share * QUADS && o < O;
           before[i][0] = is_in ? at[0] : 0;
           before[i][1] = is_in ? at[1] : 0;
         }
@@ -231,7 +256,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
 #pragma unroll
         for (int k = 0; k < 4; k++)
 #pragma unroll
-          for (int i = 0; i < TILES; i++) multiply(sums[i], x + i * (64 * 128 / 16) + k * 2, w + k * 2, b + k > 0);
+          for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int o = 0; o < OUTPUTS; o += WIDTH)
+              multiply((float(&)[WIDTH / 2])sums[i][o / 2], x + i * (64 * 128 / 16) + k * 2, w + o * (128 / 16) + k * 2, b + k > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         // The block before has been multiplied: its stage is free.
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -244,13 +272,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
         for (int i = 0; i < TILES; i++) put_activation(sums[i], scales[i], out, token + row + i * 64, output, T, O);
       } else {
         meet_groups();  // no group multiplies what is in the stages any more
+        if (!APART) arrive_at_cluster();
 #pragma unroll
         for (int i = 0; i < TILES * 2; i++) {
           const int t = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
 #pragma unroll
           for (int e = 0; e < OUTPUTS / 8; e++) {
             const float* pair = &sums[i / 2][e * 4 + i % 2 * 2];
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(stages + (t * PITCH + e * 8 + lane % 4 * 2) * 4), "f"(pair[0]),
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(stages + t * ROW_BYTES + (e * 8 + lane % 4 * 2) * 4), "f"(pair[0]),
                          "f"(pair[1])
                          : "memory");
           }
@@ -259,36 +288,44 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
     }
   }
   if (THEN == GATE) return;
-  meet_cluster();
-  if (group < GROUPS && first_tile < num_tiles) {
-    const int token = first_tile % token_tiles * TOKENS, output = first_tile / token_tiles * RESULTS;
+  // Every program of the cluster is there, and its barrier: sums may come.
+  wait_for_cluster();
+  if (group < GROUPS) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet_groups();
+    if (SPLITS > 1 && threadIdx.x < SPLITS && threadIdx.x != split) {
+      const int from = min((int)threadIdx.x * share, tokens), of_other = min(share, tokens - from);
+      if (of_other > 0)
+        send_sums(threadIdx.x, landing + split * SHARE_BYTES, stages + from * ROW_BYTES, of_other * ROW_BYTES, landed);
+    }
+    if (SPLITS > 1) barrier_wait(landed, 0);
+  }
+  arrive_at_cluster();
+  if (group < GROUPS) {
+    const int output = first_tile / token_tiles * RESULTS;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-      const int quad = i * THREADS + threadIdx.x, row = split * SHARE + quad / QUADS, o = quad % QUADS * 4;
-      if (quad < SHARE * QUADS) {
-        float parts[SPLITS][4];
-#pragma unroll
-        for (int s = 0; s < SPLITS; s++)
-          asm volatile(
-              "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-              "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-              : "=f"(parts[s][0]), "=f"(parts[s][1]), "=f"(parts[s][2]), "=f"(parts[s][3])
-              : "r"(stages + (row * PITCH + o) * 4), "r"(s));
+      const int quad = i * THREADS + threadIdx.x, row = quad / QUADS, o = quad % QUADS * 4;
+      if (quad < of_share * QUADS) {
         float all[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int s = 0; s < SPLITS; s++)
+        for (int s = 0; s < SPLITS; s++) {
+          const u32 at = s == split ? stages + (first_of_share + row) * ROW_BYTES : landing + s * SHARE_BYTES + row * ROW_BYTES;
+          float part[4];
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(part[0]), "=f"(part[1]), "=f"(part[2]), "=f"(part[3])
+                       : "r"(at + o * 4));
 #pragma unroll
-          for (int j = 0; j < 4; j++) all[j] += parts[s][j];
+          for (int j = 0; j < 4; j++) all[j] += part[j];
+        }
         if (THEN == ADD)
 #pragma unroll
           for (int j = 0; j < 4; j++) all[j] += widen((u16)(before[i][j / 2] >> j % 2 * 16));
-        if (token + row < T && output + o < O) {
-          u32* at = (u32*)(out + (u64)(token + row) * O + output + o);
-          at[0] = pack(all[0], all[1]);
-          at[1] = pack(all[2], all[3]);
-        }
+        if (output + o < O)
+          *(uint2*)(out + (u64)(first_token + first_of_share + row) * O + output + o) =
+              make_uint2(pack(all[0], all[1]), pack(all[2], all[3]));
       }
     }
   }
-  meet_cluster();  // nobody ends while another reads its sums
+  wait_for_cluster();  // nobody ends while its sums are on the way
 }

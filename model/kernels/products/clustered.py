@@ -6,11 +6,12 @@ matrix as give each multiprocessor the same work, any multiple of 8. A warp fetc
 memory holds, the matrix's before the wait for the kernel in front (model/kernels/overlap.py); groups of warps multiply.
 Gate and up meet in the registers of one thread, and only their activation is written.
 
-A matrix of few outputs is split over its inputs among the programs of a cluster, which add their sums up in one
-another's shared memory, in the order of the splits: bits depend on the cut alone.
+A matrix of few outputs is split over its inputs among the programs of a cluster. Each program has a share of the tile's
+tokens: it is sent their sums by the others, from shared memory to shared memory by the copy engine, and adds them up in
+the order of the splits. Bits depend on the cut alone.
 
-    one program     weights ...| tokens, weights ... | products | parts |
-    its cluster     weights ...| tokens, weights ... | products | parts | each a share of the tokens: sums, x, out
+    one program     weights ...| tokens, weights ... | products | sums to the others |
+    its cluster     weights ...| tokens, weights ... | products | sums to the others | each a share: sums, x, out
 
 The kernel (clustered.cu) is CUDA C++, for Hopper's instructions alone (`fits_clustered`); elsewhere a library
 multiplies.
@@ -37,13 +38,21 @@ ROW_BYTES = 128
 """Of a block of inputs."""
 SHARED_BYTES, BYTES_BESIDE = 232_448, 2_048
 """Of a program at most, and what it takes beside its stages."""
-MOST_STAGES = 8
+LEAST_STAGES, MOST_STAGES = 3, 8
+MOST_WIDTH = 192
+"""Outputs of an instruction: more are two, since the compiler gives no instruction more registers than a thread has on
+average."""
+MOST_OUTPUTS = {128: 288, 192: 224, 256: 176}
+"""Of a tile of gate and up, by its tokens: what registers hold."""
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
 """How many clusters of so many programs an H100 and an H200 hold, whose multiprocessors lie in groups of 16 and 18."""
+FEW_SPLITS = 2
+"""Up to so many, shared memory is worth more as another stage than as a place for the others' sums."""
 CLOCK_BYTES = 40
 """That a multiprocessor fetches in a clock when all do."""
 SUM_CLOCKS, SUM_BYTES = 2_500, 6
-"""Of adding up the splits of a tile, and the bytes of its sums that take one clock more."""
+"""Of adding up the splits of a tile, and the bytes of its sums that take one clock more: more than it takes, but what
+is chosen with these is what was fastest (bench/RESULTS.md)."""
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Of a thread that fetches and of one that multiplies, by the groups that do."""
 SOURCE = Path(__file__).with_name("clustered.cu")
@@ -66,6 +75,28 @@ class ClusteredCut:
     splits: int = 1
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the other programs' sums have memory of their own, for which nobody has to wait."""
+        return self.splits > FEW_SPLITS
+
+    @property
+    def landing_bytes(self) -> int:
+        """Of shared memory for them, beside the stages."""
+        return _sum_bytes(self.tokens, self.outputs, self.splits) if self.is_apart else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of dynamic shared memory, in which stages begin at a multiple of 1,024."""
+        return 1024 + self.stages * (self.tokens + self.outputs) * ROW_BYTES + self.landing_bytes
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether the stages' memory has room for a program's sums, and for the others' where they have none apart."""
+        own = _sum_bytes(self.tokens, self.outputs, 1)
+        others = 0 if self.splits == 1 or self.is_apart else _sum_bytes(self.tokens, self.outputs, self.splits)
+        return own + others <= self.stages * (self.tokens + self.outputs) * ROW_BYTES
+
+    @property
     def groups(self) -> int:
         """Of four warps, that multiply."""
         return 3 if self.tokens % 128 else 2
@@ -86,7 +117,7 @@ def gate_up_cut(num_outputs: int, tokens: int) -> ClusteredCut:
     def clocks(outputs: int) -> float:
         return ceil(ceil(num_outputs / outputs) / MULTIPROCESSORS) * _block_clocks(tokens, outputs)
 
-    outputs = min(range(48, 176 if tokens % 128 else 160 if tokens > 128 else 208, 16), key=clocks)
+    outputs = min(range(48, MOST_OUTPUTS[tokens] + 16, 16), key=clocks)
     return ClusteredCut(tokens=tokens, outputs=outputs, stages=_stages(tokens, outputs))
 
 
@@ -100,12 +131,13 @@ def split_cut(num_outputs: int, num_inputs: int, num_tokens: int) -> ClusteredCu
         return blocks / cut.splits * _block_clocks(cut.tokens, cut.outputs) + sums
 
     cuts = (
-        ClusteredCut(tokens=tokens, outputs=outputs, stages=_stages(tokens, outputs), splits=splits)
+        ClusteredCut(tokens=tokens, outputs=outputs, stages=_stages(tokens, outputs, splits), splits=splits)
         for tokens in {128, num_tokens}
         for splits in CLUSTERS
         for outputs in range(24, 136, 8)
     )
-    fitting = [cut for cut in cuts if cut.num_tiles(num_tokens, num_outputs) <= CLUSTERS[cut.splits]]
+    at_once = (cut for cut in cuts if cut.num_tiles(num_tokens, num_outputs) <= CLUSTERS[cut.splits])
+    fitting = (cut for cut in at_once if cut.stages >= LEAST_STAGES and cut.holds_sums)
     return min(fitting, key=clocks, default=None)
 
 
@@ -114,8 +146,15 @@ def _block_clocks(tokens: int, outputs: int) -> float:
     return max(tokens // 64 * outputs * 2, (tokens + outputs) * ROW_BYTES / CLOCK_BYTES)
 
 
-def _stages(tokens: int, outputs: int) -> int:
-    return min(MOST_STAGES, (SHARED_BYTES - BYTES_BESIDE) // ((tokens + outputs) * ROW_BYTES))
+def _stages(tokens: int, outputs: int, splits: int = 1) -> int:
+    landing = _sum_bytes(tokens, outputs, splits) if splits > FEW_SPLITS else 0
+    return min(MOST_STAGES, (SHARED_BYTES - BYTES_BESIDE - landing) // ((tokens + outputs) * ROW_BYTES))
+
+
+def _sum_bytes(tokens: int, outputs: int, splits: int) -> int:
+    """Of a tile's sums in so many shares of its tokens, in rows by which banks take turns."""
+    row_bytes = 4 * (outputs if outputs % 16 else outputs + 8)
+    return splits * -(-tokens // splits) * row_bytes
 
 
 def fits_clustered(weight_OK: torch.Tensor) -> bool:
@@ -183,6 +222,8 @@ def _launch(
         raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
     if BLOCK * cut.splits > K or (is_gate and cut.splits > 1):
         raise ValueError(f"{cut} has too many splits for {K} inputs{', of gate and up' * is_gate}")
+    if not (is_gate or cut.holds_sums):
+        raise ValueError(f"{cut} has no room for its sums")
     kernel = clustered_product_kernel(cut, then, dtype == torch.float16)
     if is_compiling():
         kernel.begin_compiling()
@@ -191,7 +232,7 @@ def _launch(
     matrix, rows = (weight_OK.view(2, O, K), cut.outputs // 2) if is_gate else (weight_OK, cut.outputs)
     arguments = [
         (TensorMap(matrix, rows), None),
-        (TensorMap(x_TK, cut.tokens), None),
+        (TensorMap(x_TK, min(cut.tokens, ceil(T / 8) * 8)), None),
         (out_TO.data_ptr(), ctypes.c_void_p),
         (0 if scale_T is None else scale_T.data_ptr(), ctypes.c_void_p),
         *((number, ctypes.c_int) for number in (T, O, K // BLOCK)),
@@ -207,25 +248,27 @@ def clustered_product_kernel(cut: ClusteredCut, then: Then, is_fp16: bool) -> Cu
         source_of(cut, then, is_fp16=is_fp16),
         "products.clustered.clustered_product_kernel",
         num_threads=(cut.groups + 1) * 128,
-        shared_bytes=(cut.tokens + cut.outputs) * ROW_BYTES * cut.stages + 1024,  # stages begin at a multiple of that
+        shared_bytes=cut.shared_bytes,
     )
 
 
 def source_of(cut: ClusteredCut, then: Then, *, is_fp16: bool) -> str:
     """The kernel's source for a cut."""
-    number, sums = "f16" if is_fp16 else "bf16", cut.outputs // 2
+    number, width = "f16" if is_fp16 else "bf16", cut.outputs // (2 if cut.outputs > MOST_WIDTH else 1)
+    sums = width // 2
     registers = ", ".join(f"%{i}" for i in range(sums))
     multiply = (
         f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{cut.outputs}k16.f32.{number}.{number} {{{registers}}}, "
+        f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{number}.{number} {{{registers}}}, "
         f'%{sums}, %{sums + 1}, p, 1, 1, 0, 0;\\n}}" : '
         + ", ".join(f'"+f"(d[{i}])' for i in range(sums))
         + ' : "l"(x), "l"(w), "r"(has_sums) : "memory");'
     )
     few, many = REGISTERS[cut.groups]
     names = {
-        "GROUPS": cut.groups, "TILES": cut.tokens // cut.groups // 64, "OUTPUTS": cut.outputs, "STAGES": cut.stages,
-        "SPLITS": cut.splits, "THEN": then.value, "IS_FP16": int(is_fp16),
+        "GROUPS": cut.groups, "TILES": cut.tokens // cut.groups // 64, "OUTPUTS": cut.outputs, "WIDTH": width,
+        "STAGES": cut.stages, "SPLITS": cut.splits, "APART": int(cut.is_apart), "THEN": then.value,
+        "IS_FP16": int(is_fp16),
     }  # fmt: skip
     defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
     text = SOURCE.read_text().replace("@MULTIPLY@", multiply).replace("@FEW@", str(few)).replace("@MANY@", str(many))
