@@ -18,7 +18,6 @@ from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig, PageConfig
 from octavo.gateway.dialects.services import add_dialects
 from octavo.gateway.errors import Draining
-from octavo.gateway.lasting import lasting
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
@@ -29,6 +28,7 @@ from octavo.gateway.requests.embedding import Embedder
 from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.restarting import restarting_task
 from octavo.gateway.rpc.addresses import check_admin, check_plain, join_host_port, num_addresses_of, split_host_port
 from octavo.gateway.rpc.connections import (
     ConnectionLimiter,
@@ -167,10 +167,10 @@ class Gateway:
         await self.pool.start()
         await self.control.start()
         self._tasks = [
-            lasting(self.readiness.run, name="readiness"),
-            lasting(self.reloader.run, name="reloader"),
-            lasting(self.ticker.refresh, name="refresh"),
-            lasting(self.ticker.report, name="report"),
+            restarting_task(self.readiness.run, name="readiness"),
+            restarting_task(self.reloader.run, name="reloader"),
+            restarting_task(self.ticker.refresh, name="refresh"),
+            restarting_task(self.ticker.report, name="report"),
             *self._watch_process(),
         ]
         await self._listen()
@@ -186,10 +186,10 @@ class Gateway:
 
     def _watch_process(self) -> list["asyncio.Task[None]"]:
         return [
-            lasting(lambda: measure_loop_lag(self.meters), name="loop lag"),
-            lasting(garbage_watch(self.tracker, self.pool).run, name="garbage"),
-            lasting(self._endings.run, name="unread endings"),
-            lasting(self._limiter.run, name="connections"),
+            restarting_task(lambda: measure_loop_lag(self.meters), name="loop lag"),
+            restarting_task(garbage_watch(self.tracker, self.pool).run, name="garbage"),
+            restarting_task(self._endings.run, name="unread endings"),
+            restarting_task(self._limiter.run, name="connections"),
         ]
 
     async def _listen(self) -> None:

@@ -14,7 +14,7 @@ import uvicorn
 from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import AccessConfig, TlsConfig
 from octavo.gateway.front.app import make_app
-from octavo.gateway.lasting import lasting
+from octavo.gateway.restarting import restarting_task
 from octavo.wire.host import ending_signals
 from octavo.wire.logs import configure_logs
 
@@ -75,7 +75,9 @@ def main(config: FrontConfig) -> int:
 
 
 async def _serve(server: _Server, config: FrontConfig) -> int:
-    tasks = [lasting(_follow_files(server.config, config).run, name="reloader")] if config.tls is not None else []
+    tasks = (
+        [restarting_task(_follow_files(server.config, config).run, name="reloader")] if config.tls is not None else []
+    )
     try:
         serving = asyncio.ensure_future(server.serve())
         while not server.started and not serving.done():  # noqa: ASYNC110  (there is no event for it)

@@ -19,9 +19,9 @@ import zmq
 import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
-from octavo.gateway.lasting import lasting
 from octavo.gateway.observability.meters import PEER_LOSSES
 from octavo.gateway.peers.others import Other, addresses_of
+from octavo.gateway.restarting import restarting_task
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import PeerFull, PeerGone, RouterLink
@@ -125,7 +125,7 @@ class Peers:
         self._link.open()
         self._context = zmq.asyncio.Context()
         self._now_listed(others)
-        self._tasks = [lasting(partial(self._tick_forever, self._link), name="peers")]
+        self._tasks = [restarting_task(partial(self._tick_forever, self._link), name="peers")]
 
     async def close(self) -> None:
         """Idempotent."""
@@ -309,7 +309,7 @@ class Peers:
         known = {each.endpoint.address for each in self._names}
         for name in [_Name(each) for each in names.values() if each.address not in known]:
             self._names.append(name)
-            name.task = lasting(partial(self._look_up_forever, name), name="names of peers")
+            name.task = restarting_task(partial(self._look_up_forever, name), name="names of peers")
         self._dial_listed()
 
     def _dial_listed(self) -> None:

@@ -43,9 +43,7 @@ REQUEST: dict[str, Any] = {
 
 
 NUM_TRACED = 8
-CLOCK = (
-    "_again_and_again"  # beneath what the gateway does at intervals (`gateway.lasting`), whatever requests there are
-)
+CLOCK = "_run_again_after_errors"  # drives the tasks that run whatever requests there are (`gateway.restarting`)
 NEVER_S = 3600.0  # an interval longer than any trace takes
 SENT = (
     "WorkerLink.put"  # what the worker does behind it races with the gateway, and is on no request's way to its delta

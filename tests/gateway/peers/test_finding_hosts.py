@@ -12,7 +12,7 @@ import pytest
 import structlog
 import zmq
 
-from octavo.gateway import lasting
+from octavo.gateway import restarting
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.peers import control, others, peers
 from octavo.gateway.peers.peers import Asked, Peers
@@ -106,7 +106,7 @@ async def test_a_host_without_threads_or_descriptors_for_a_moment_costs_no_gatew
             raise troubles.pop()
         return others.Other(*args, **options)
 
-    monkeypatch.setattr(lasting, "AGAIN_S", 0.01)
+    monkeypatch.setattr(restarting, "AGAIN_S", 0.01)
     monkeypatch.setattr(peers, "addresses_of", sometimes)
     monkeypatch.setattr(peers, "Other", dial)
     port = free_port()

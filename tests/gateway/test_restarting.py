@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import structlog
 
-from octavo.gateway import lasting as module
-from octavo.gateway.lasting import lasting
+from octavo.gateway import restarting as module
+from octavo.gateway.restarting import restarting_task
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ async def test_a_task_that_fails_begins_again_and_each_new_error_is_told_once() 
         await asyncio.Event().wait()
 
     with structlog.testing.capture_logs() as logs:
-        task = lasting(run, name="reloader")
+        task = restarting_task(run, name="reloader")
         async with asyncio.timeout(10):
             await done.wait()
     assert [(each["event"], each["task"], str(each["exc_info"])) for each in logs] == [
@@ -42,4 +42,4 @@ async def test_a_task_that_ends_by_itself_has_ended() -> None:
         return
 
     async with asyncio.timeout(10):
-        await lasting(run, name="once")
+        await restarting_task(run, name="once")

@@ -12,13 +12,13 @@ log = structlog.get_logger(__name__)
 AGAIN_S = 1.0
 
 
-def lasting(run: Callable[[], Awaitable[None]], *, name: str) -> "asyncio.Task[None]":
+def restarting_task(run: Callable[[], Awaitable[None]], *, name: str) -> "asyncio.Task[None]":
     """A task that awaits run() until it returns or the task is cancelled; where it raises, that is logged, once for
     each error that differs from the one before, and run() is awaited anew AGAIN_S later."""
-    return asyncio.create_task(_again_and_again(run, name), name=name)
+    return asyncio.create_task(_run_again_after_errors(run, name), name=name)
 
 
-async def _again_and_again(run: Callable[[], Awaitable[None]], name: str) -> None:
+async def _run_again_after_errors(run: Callable[[], Awaitable[None]], name: str) -> None:
     told = ""
     while True:
         try:
