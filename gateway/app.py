@@ -23,7 +23,7 @@ from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
 from octavo.gateway.observability.tracing import Tracing
 from octavo.gateway.peers.control import Control
-from octavo.gateway.peers.others import name_of
+from octavo.gateway.peers.peer_link import name_of
 from octavo.gateway.requests.embedding import Embedder
 from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter

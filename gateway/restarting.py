@@ -1,6 +1,8 @@
-"""Tasks that last as long as a gateway. One that raises met a defect, or a host that had no thread, descriptor or
-memory for a moment; without it the gateway would go on and, say, never again take a changed certificate. So it begins
-again."""
+"""Background tasks that run for as long as the gateway and restart after an error.
+
+Without the restart, one defect, or a host that was out of threads, descriptors or memory for a moment, would silently
+end a task for good: the gateway would go on and, say, never load a renewed certificate again.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,22 +11,25 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-AGAIN_S = 1.0
+RESTART_DELAY_S = 1.0
 
 
 def restarting_task(run: Callable[[], Awaitable[None]], *, name: str) -> "asyncio.Task[None]":
-    """A task that awaits run() until it returns or the task is cancelled; where it raises, that is logged, once for
-    each error that differs from the one before, and run() is awaited anew AGAIN_S later."""
+    """Start a task that awaits run() until it returns or the task is cancelled.
+
+    Where run() raises, the error is logged and run() is called again RESTART_DELAY_S later. An error that repeats is
+    logged once.
+    """
     return asyncio.create_task(_run_again_after_errors(run, name), name=name)
 
 
 async def _run_again_after_errors(run: Callable[[], Awaitable[None]], name: str) -> None:
-    told = ""
+    last_logged = ""
     while True:
         try:
             return await run()
         except Exception as error:
-            if repr(error) != told:
-                told = repr(error)
+            if repr(error) != last_logged:
+                last_logged = repr(error)
                 log.error("defect", task=name, exc_info=error)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RESTART_DELAY_S)

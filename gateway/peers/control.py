@@ -1,8 +1,7 @@
-"""Abort, cancel, drain and the query of the load, for the requests of every gateway of the service; and limits that
-they share.
+"""Abort, cancel, drain and load queries for the requests of every gateway of the service, and the limits they share.
 
-Each is done here, and the other gateways are asked to do the same; what they ask is done here alone. What is used here
-of shared limits they are told without being asked. Must not know sockets, nor gRPC.
+A command is carried out here, and the other gateways are asked to do the same; what another gateway asks is done here
+alone. Use of shared limits is reported unasked. Must not know sockets, nor gRPC.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ TIMEOUT_S = 2.0  # for all other gateways together, as the contract says
 MIN_WINDOW_S = 1.0  # callers that ask more often get the rate of the last window
 _MAX_KEYS = 256  # in one message
 _NO_ID = 0  # the transport numbers questions
-_LEAVE_S = 0.3  # for the others to hear that this gateway holds nothing any more
+_LEAVE_S = 0.3  # for the other gateways to take the farewell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +65,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFigures:
-    """num_known: other gateways. num_unreachable: of these, have not answered for two seconds. news_age_s: of the
-    oldest that they told of their use and that counts here. losses: since the start, by `PEER_LOSSES`."""
+    """num_known: other gateways. num_unreachable: those that have not answered for two seconds. news_age_s: age of the
+    oldest report that still counts. losses: since the start, by `PEER_LOSSES`."""
 
     num_known: int = 0
     num_unreachable: int = 0
@@ -76,10 +75,15 @@ class PeerFigures:
 
 
 class Control:
-    """One per gateway; every method on its event loop. name: this gateway's, for people. num_generated: tokens
-    that it has sent so far. begin_drain(grace_s or None): start the shutdown of this gateway alone, return at once.
-    describe(max_requests): this gateway's part of a snapshot. models: that it expects.
-    peers: a simulation brings its own."""
+    """One per gateway; every method on its event loop.
+
+    name: this gateway's, for people.
+    num_generated(): tokens sent to callers so far.
+    begin_drain(grace_s or None): starts the shutdown of this gateway alone and returns at once.
+    describe(max_requests): this gateway's part of a snapshot.
+    models: the models this gateway expects.
+    peers: public so that a simulation can replace it.
+    """
 
     def __init__(
         self,
@@ -99,8 +103,8 @@ class Control:
             call_id=_NO_ID, number=0, gateway_id=self.peers.gateway_id, name=name, release=VERSION, models=models
         )
         self._limits = SharedLimits(tracker, self._introduction)
-        self._not_told: set[str] = set()
-        self._teller: asyncio.Task[None] | None = None
+        self._warned_of: set[str] = set()
+        self._reporter: asyncio.Task[None] | None = None
         self._tracker = tracker
         self._num_generated = num_generated
         self.name = name
@@ -114,19 +118,19 @@ class Control:
         if self.peers.has_others:
             for counted in (self._tracker.quotas, self._tracker.admission):
                 counted.on_change = self._has_news.set
-            self._teller = asyncio.create_task(self._tell_forever(), name="tell the other gateways")
+            self._reporter = asyncio.create_task(self._report_forever(), name="report to the other gateways")
 
     async def close(self) -> None:
-        """With a farewell. Idempotent."""
-        if self._teller is not None:
-            self._teller.cancel()
-            await asyncio.gather(self._teller, return_exceptions=True)
-            self._teller = None
+        """Say farewell to the other gateways and close the connections. Idempotent."""
+        if self._reporter is not None:
+            self._reporter.cancel()
+            await asyncio.gather(self._reporter, return_exceptions=True)
+            self._reporter = None
             await self.peers.leave(self._limits.farewell(), timeout_s=_LEAVE_S)
         await self.peers.close()
 
     def figures(self) -> PeerFigures:
-        """Of the other gateways, now."""
+        """The state of the connections to the other gateways, for metrics."""
         num_known, num_unreachable = self.peers.counts()
         age_s = self._limits.age_s(time.monotonic_ns())
         return PeerFigures(
@@ -138,11 +142,11 @@ class Control:
         return await self._everywhere(PeerAbort(call_id=_NO_ID, request_id=request_id))
 
     async def cancel(self, request_id: str, caller: Caller) -> Outcome:
-        """End a caller's own request: it gets what came before and an end."""
+        """End one of the caller's own requests: its stream ends after what was already generated."""
         return await self._everywhere(PeerCancel(call_id=_NO_ID, keys=(caller.key_of(request_id),)))
 
     async def cancel_all(self, request_ids: Sequence[str], caller: Caller) -> tuple[str, ...]:
-        """The same for any number of them; names of gateways that did not answer."""
+        """Cancel these requests of the caller. Returns the names of gateways that did not answer."""
         keys = list(map(caller.key_of, request_ids))
         parts = [tuple(keys[begin : begin + _MAX_KEYS]) for begin in range(0, len(keys), _MAX_KEYS)]
         questions = [PeerCancel(call_id=_NO_ID, keys=part) for part in parts]
@@ -150,33 +154,33 @@ class Control:
         return tuple(dict.fromkeys(name for each in outcomes for name in each.silent))
 
     async def cancel_every(self, caller: Caller) -> Outcome:
-        """The same for all requests of the caller's tenant that are in flight now."""
+        """Cancel every request of the caller's tenant that is in flight."""
         return await self._everywhere(PeerCancelAll(call_id=_NO_ID, tenant=caller.tenant))
 
     async def drain(self, grace_s: float | None) -> Outcome:
-        """Drain every gateway, this one last: it may be gone as soon as it has begun."""
+        """Drain every gateway, this one last, since it may exit as soon as it starts."""
         question, asked = PeerDrain(call_id=_NO_ID, grace_s=grace_s), Asked()
         try:
             asked = await self.peers.ask(question, timeout_s=TIMEOUT_S)
-        finally:  # also where the operator leaves meanwhile
+        finally:  # even if the operator hangs up meanwhile
             own = self.answer(question)
         return Outcome(replies={self.name: own} | asked.replies, silent=asked.silent)
 
     async def load(self) -> Outcome:
-        """What every gateway is doing."""
+        """The load of every gateway."""
         return await self._everywhere(PeerAskLoad(call_id=_NO_ID))
 
     async def watch(self, max_requests: int, *, timeout_s: float, meanwhile: Awaitable[None]) -> Outcome:
-        """What the requests of every gateway are doing, and the oldest of them. meanwhile: is awaited before this
-        gateway tells its own."""
+        """What the requests of every gateway are doing, with details of the oldest max_requests. meanwhile: awaited
+        before this gateway describes its own."""
         question = PeerWatch(call_id=_NO_ID, max_requests=max_requests)
         asked, _ = await asyncio.gather(self.peers.ask(question, timeout_s=timeout_s), meanwhile)
         return Outcome(replies={self.name: self.answer(question)} | asked.replies, silent=asked.silent)
 
     def answer(self, question: ToPeer) -> PeerReply:
-        """Do it at this gateway alone; the reply has the load just before."""
+        """Do what is asked, at this gateway alone. The reply has the load from just before."""
         if isinstance(question, PeerUse):
-            self._hear(question)
+            self._on_report(question)
             return PeerReply(call_id=_NO_ID, gateway_id="")
         load = self._load()
         match question:
@@ -202,8 +206,8 @@ class Control:
 
     # ------------------------------------------------------------ limits that are shared
 
-    async def _tell_forever(self) -> None:
-        """A change soon, everything now and then; never faster than every GAP_S."""
+    async def _report_forever(self) -> None:
+        """Send changes soon, and everything every SWEEP_S; never more often than every GAP_S."""
         while True:
             try:
                 async with asyncio.timeout(max(0.0, self._sweep_s - time.monotonic())):
@@ -212,31 +216,31 @@ class Control:
                 pass
             self._has_news.clear()
             try:
-                self._tell()
-            except Exception:  # a defect, or a message that no gateway would take: the next one may go
+                self._send_reports()
+            except Exception:  # a defect, or a message that is too large: the next one may succeed
                 log.exception("peers_not_told")
             await asyncio.sleep(GAP_S)
 
-    def _tell(self) -> None:
+    def _send_reports(self) -> None:
         now_s, now_ns = time.monotonic(), time.monotonic_ns()
         is_sweep = now_s >= self._sweep_s
         if is_sweep:
             self._sweep_s = now_s + SWEEP_S
             for name in self._limits.forget_silent(now_ns):
                 log.warning("peer_forgotten", gateway=name, error=f"{name} told nothing for {FORGET_S:g} s")
-            self._look_who_is_told(now_ns)
-        for message in self._limits.tell(now_ns, is_sweep=is_sweep):
-            self.peers.tell(message)
+            self._warn_of_unlisted_peers(now_ns)
+        for message in self._limits.take_reports(now_ns, is_sweep=is_sweep):
+            self.peers.send_to_all(message)
 
     def _sweep_now(self) -> None:
-        """Somebody can be reached who may know nothing yet."""
+        """Report everything soon: a gateway that was just reached may have had no report yet."""
         self._sweep_s = 0.0
         self._has_news.set()
 
-    def _hear(self, use: PeerUse) -> None:
+    def _on_report(self, use: PeerUse) -> None:
         if use.is_leaving:
-            self.peers.left(use.gateway_id)
-        if not self._limits.hear(use, time.monotonic_ns()):
+            self.peers.on_leaving(use.gateway_id)
+        if not self._limits.on_report(use, time.monotonic_ns()):
             return
         own, told = self._introduction, f"gateway {use.name}"
         log.info("peer_met", gateway=use.name)
@@ -248,11 +252,12 @@ class Control:
             error = f"{told} expects {theirs}, and this one {ours}: gateways of one service have the same models"
             log.warning("peer_of_other_models", gateway=use.name, error=error)
 
-    def _look_who_is_told(self, now_ns: int) -> None:
-        """Warn of gateways that tell us and are not told by us: their limits leave out what is used here."""
-        for gateway_id, (name, known_s) in self._limits.heard(now_ns).items():
-            if known_s > FORGET_S and gateway_id not in self.peers.told_ids() | self._not_told:
-                self._not_told.add(gateway_id)
+    def _warn_of_unlisted_peers(self, now_ns: int) -> None:
+        """Warn of gateways that report to this one but get no reports from it: their limits ignore what is used
+        here."""
+        for gateway_id, (name, known_s) in self._limits.reporting_peers(now_ns).items():
+            if known_s > FORGET_S and gateway_id not in self.peers.ids_sent_to() | self._warned_of:
+                self._warned_of.add(gateway_id)
                 error = f"gateway {name} knows this one and is not among its --peer-endpoint: it is told nothing here"
                 log.warning("peer_not_told", gateway=name, error=error)
 
@@ -270,8 +275,8 @@ class Control:
 
 
 class Throughput:
-    """Tokens per second from a counter that only grows: the rate between two readings; several readers share the
-    windows."""
+    """Tokens per second from a counter that only grows, over windows of at least MIN_WINDOW_S that all readers
+    share."""
 
     def __init__(self, *, now_s: float) -> None:
         self._since_s = now_s
@@ -279,7 +284,7 @@ class Throughput:
         self._rate = 0.0
 
     def read(self, total: int, *, now_s: float) -> float:
-        """total: the counter now. 0.0 until the first window is over."""
+        """Tokens per second over the last complete window; 0.0 until there is one. total: the counter now."""
         elapsed_s = now_s - self._since_s
         if elapsed_s >= MIN_WINDOW_S:
             self._rate = (total - self._total) / elapsed_s

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.observability.meters import PEER_LOSSES
-from octavo.gateway.peers.others import Other, addresses_of
+from octavo.gateway.peers.peer_link import PeerLink, addresses_of
 from octavo.gateway.restarting import restarting_task
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.decisions import Peer
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 LOOK_UP_S = 5.0  # between two lookups of a name
 _TICK_S = 0.5
 _LOOK_S = 0.05  # while an answer is waited for: whether whoever owes it has gone down meanwhile
-_MAX_TOLD = 64  # different complaints about messages in the log, each once
+_MAX_LOGGED_ERRORS = 64  # distinct errors of received messages, each logged once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +77,25 @@ class Peers:
         self._config = config
         self._answer = answer
         self._on_open = on_open
-        self._others: dict[str, Other] = {}  # by address
+        self._links: dict[str, PeerLink] = {}  # by address
         self._names: list[_Name] = []
         self._file = None if config.others_file is None else EndpointsFile(config.others_file)
         self._listed: tuple[str, ...] = ()
         self._is_dialling = False
         self._keys: KeyPair | None = None
-        self._told_silent: set[str] = set()
-        self._told_selves: set[str] = set()
-        self._told_errors: set[str] = set()
+        self._logged_silent: set[str] = set()
+        self._logged_own_addresses: set[str] = set()
+        self._logged_errors: set[str] = set()
         self._call_ids = count(1)
         self._context: zmq.asyncio.Context | None = None
-        self._link: RouterLink | None = None
+        self._router: RouterLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._asking: set[asyncio.Task[PeerReply | None]] = set()
 
     @property
     def has_others(self) -> bool:
         """Whether there can be any."""
-        return bool(self._others or self._names or self._file)
+        return bool(self._links or self._names or self._file)
 
     async def start(self) -> None:
         """Bind, and dial the others, which may start later. Raises EndpointError, KeyFileError, RunDirError,
@@ -121,11 +121,11 @@ class Peers:
             server_key_file=config.key_file,
             allowed_key_files=(config.key_file,) if config.key_file else (),
         )
-        self._link = RouterLink(listening, self._take, PoolStats())
-        self._link.open()
+        self._router = RouterLink(listening, self._take, PoolStats())
+        self._router.open()
         self._context = zmq.asyncio.Context()
-        self._now_listed(others)
-        self._tasks = [restarting_task(partial(self._tick_forever, self._link), name="peers")]
+        self._on_listed(others)
+        self._tasks = [restarting_task(partial(self._tick_forever, self._router), name="peers")]
 
     async def close(self) -> None:
         """Idempotent."""
@@ -134,22 +134,22 @@ class Peers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
-        await asyncio.gather(*(other.close() for other in self._others.values()))
-        self._others.clear()
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        self._links.clear()
         self._names.clear()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self._router is not None:
+            self._router.close()
+            self._router = None
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
 
     async def ask(self, question: ToPeer, *, timeout_s: float) -> Asked:
-        """Ask every other gateway at once; wait for those that are not known to be down, so long at most for all of
-        them together. Those that are down are asked all the same, for as long, should they come back meanwhile."""
+        """Ask every other gateway at once. Waits at most timeout_s, and only for gateways not known to be down; those
+        are asked all the same, in case they come back in time."""
         question = msgspec.structs.replace(question, call_id=next(self._call_ids))
         asked_s = asyncio.get_running_loop().time()
-        asked = {asyncio.create_task(each.ask(question, timeout_s=timeout_s)): each for each in self._asked()}
+        asked = {asyncio.create_task(each.ask(question, timeout_s=timeout_s)): each for each in self._peer_links()}
         for task in asked:
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
@@ -157,58 +157,59 @@ class Peers:
             await asyncio.wait(waited, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         replies = {each: task.result() if task.done() else None for task, each in asked.items()}
         by_id: dict[str, tuple[str, PeerReply]] = {}
-        for other, reply in replies.items():
-            if reply is not None and reply.gateway_id != self.gateway_id:  # that one was ourselves
-                by_id.setdefault(reply.gateway_id, (other.name, reply))
-        # Whoever answered at another address of it is not silent.
+        for link, reply in replies.items():
+            if reply is not None and reply.gateway_id != self.gateway_id:  # this gateway itself
+                by_id.setdefault(reply.gateway_id, (link.name, reply))
+        # A gateway that answered at another of its addresses is not silent.
         missing = [each.name for each, reply in replies.items() if reply is None and each.gateway_id not in by_id]
         silent = (*missing, *(each.endpoint.address for each in self._names if not each.addresses))
         waited_s = round(asyncio.get_running_loop().time() - asked_s, 3)
         self.losses["answer"] += len(missing)
-        told, self._told_silent = self._told_silent, set(silent)
+        logged, self._logged_silent = self._logged_silent, set(silent)
         for name in silent:
-            # Watches and callers ask again and again: of those it is said once, until the gateway answers.
-            if name not in told or isinstance(question, PeerAbort | PeerDrain):
+            # Watches and callers ask over and over: log once until the gateway answers again.
+            if name not in logged or isinstance(question, PeerAbort | PeerDrain):
                 log.warning("gateway_silent", gateway=name, asked=type(question).__name__, waited_s=waited_s)
         return Asked(replies=dict(by_id.values()), silent=silent)
 
-    def tell(self, message: PeerUse) -> None:
-        """Send it to every other gateway that can be reached now. A sweep is answered, so that we know who can be."""
+    def send_to_all(self, message: PeerUse) -> None:
+        """Send to every other gateway that is connected; no reply is awaited. A sweep asks for an acknowledgement,
+        which shows who can be reached."""
         if message.is_sweep:
             message = msgspec.structs.replace(message, call_id=next(self._call_ids))
-        for other in self._others.values():
-            if message.is_sweep or other.gateway_id != self.gateway_id:
-                other.tell(message)
+        for link in self._links.values():
+            if message.is_sweep or link.gateway_id != self.gateway_id:
+                link.send_if_open(message)
 
     async def leave(self, farewell: PeerUse, *, timeout_s: float) -> None:
-        """Tell it to those who can be reached, and wait so long until they have it."""
+        """Send the farewell to every reachable gateway. Waits for acknowledgements, at most timeout_s."""
         farewell = msgspec.structs.replace(farewell, call_id=next(self._call_ids))
-        reached = [each for each in self._asked() if not each.is_down]
+        reached = [each for each in self._peer_links() if not each.is_down]
         await asyncio.gather(*(each.ask(farewell, timeout_s=timeout_s) for each in reached))
 
     def counts(self) -> tuple[int, int]:
-        """How many other gateways are known, and how many of them have not answered for long. A name without an
-        address is one that has not."""
+        """(number of other gateways, number of those that have not answered for long). A name without an address counts
+        as one that has not."""
         known, silent = set[str](), set[str]()
-        for other in self._asked():
-            known.add(other.gateway_id or other.address)
-            if other.is_silent:
-                silent.add(other.gateway_id or other.address)
-        reached = {each.gateway_id for each in self._others.values() if not each.is_silent}
+        for link in self._peer_links():
+            known.add(link.gateway_id or link.address)
+            if link.is_silent:
+                silent.add(link.gateway_id or link.address)
+        reached = {each.gateway_id for each in self._links.values() if not each.is_silent}
         nameless = [each for each in self._names if not each.addresses]
         return len(known) + len(nameless), len(silent - reached) + len(nameless)
 
-    def left(self, gateway_id: str) -> None:
-        """A gateway took its leave: nobody asks it, or misses it, until another start of it is there."""
-        for other in self._others.values():
-            other.has_left = other.has_left or other.gateway_id == gateway_id
+    def on_leaving(self, gateway_id: str) -> None:
+        """A gateway said farewell: do not ask or miss it until a new run of it answers."""
+        for link in self._links.values():
+            link.has_left = link.has_left or link.gateway_id == gateway_id
 
-    def _asked(self) -> list[Other]:
-        return [each for each in self._others.values() if each.gateway_id != self.gateway_id and not each.has_left]
+    def _peer_links(self) -> list[PeerLink]:
+        return [each for each in self._links.values() if each.gateway_id != self.gateway_id and not each.has_left]
 
-    def told_ids(self) -> set[str]:
-        """Of the gateways that are told of our use."""
-        return {each.gateway_id for each in self._others.values()}
+    def ids_sent_to(self) -> set[str]:
+        """Ids of the gateways that reports are sent to."""
+        return {each.gateway_id for each in self._links.values()}
 
     # ------------------------------------------------------------ parts
 
@@ -216,8 +217,8 @@ class Peers:
         try:
             question = decode_to_peer(frame)
         except ProtocolError as error:
-            if str(error) not in self._told_errors and len(self._told_errors) < _MAX_TOLD:
-                self._told_errors.add(str(error))
+            if str(error) not in self._logged_errors and len(self._logged_errors) < _MAX_LOGGED_ERRORS:
+                self._logged_errors.add(str(error))
                 detail = f"a gateway of another release, or no gateway, sends what this one does not know: {error}"
                 log.warning("peer_message_dropped", error=detail)
             return
@@ -232,8 +233,8 @@ class Peers:
             return
         reply = msgspec.structs.replace(reply, call_id=question.call_id, gateway_id=self.gateway_id)
         try:
-            if self._link is not None:
-                self._link.send(peer, reply)
+            if self._router is not None:
+                self._router.send(peer, reply)
         except (PeerFull, PeerGone):
             log.warning("peer_gone", asked=type(question).__name__)
 
@@ -245,44 +246,45 @@ class Peers:
                 link.restore()
             except (RunDirError, OSError) as error:
                 log.error("ipc_socket_lost", error=str(error))
-            self._look_at_file()
-            if self._is_dialling:  # it failed before all were dialled
+            self._reread_file()
+            if self._is_dialling:  # the last attempt failed halfway
                 self._dial_listed()
-            await self._look_around()
+            await self._log_changes_and_drop_gone()
 
-    async def _look_around(self) -> None:
-        """Say who has fallen silent, who answers again, and who is ourselves; hang up where nobody is any more."""
-        for address, other in tuple(self._others.items()):
-            if other.gateway_id == self.gateway_id:
-                if address not in self._told_selves:
-                    self._told_selves.add(address)
+    async def _log_changes_and_drop_gone(self) -> None:
+        """Log which gateways fell silent, answer again, or are this one; close connections to unlisted ones that are
+        silent."""
+        for address, link in tuple(self._links.items()):
+            if link.gateway_id == self.gateway_id:
+                if address not in self._logged_own_addresses:
+                    self._logged_own_addresses.add(address)
                     log.info("peer_is_this_gateway", detail=f"{address} is this gateway itself: it is left out")
-            elif other.is_silent and not other.is_listed:
-                del self._others[address]
-                log.info("gateway_gone", gateway=other.name)
-                await other.close()
-            elif other.is_silent != other.is_told_silent and not other.has_left:
-                other.is_told_silent = other.is_silent
-                if other.is_silent:
+            elif link.is_silent and not link.is_listed:
+                del self._links[address]
+                log.info("gateway_gone", gateway=link.name)
+                await link.close()
+            elif link.is_silent != link.is_logged_silent and not link.has_left:
+                link.is_logged_silent = link.is_silent
+                if link.is_silent:
                     self.losses["gateway"] += 1
-                    log.warning("gateway_unreachable", gateway=other.name, error=other.why_silent())
+                    log.warning("gateway_unreachable", gateway=link.name, error=link.why_silent())
                 else:
-                    log.info("gateway_reached", gateway=other.name)
+                    log.info("gateway_reached", gateway=link.name)
 
     # ------------------------------------------------------------ who they are
 
-    def _look_at_file(self) -> None:
+    def _reread_file(self) -> None:
         if self._file is None:
             return
         try:
             if (listed := self._file.changed()) is not None:
-                self._now_listed(self._parsed(self._config.others + listed))
+                self._on_listed(self._parsed(self._config.others + listed))
                 log.info("peers_listed", gateways=list(listed))
         except EndpointError as error:
             log.error("peers_not_listed", error=str(error))
 
     def _parsed(self, addresses: tuple[str, ...]) -> list[Endpoint]:
-        """All but our own. Raises EndpointError."""
+        """The endpoints, without this gateway's own. Raises EndpointError."""
         endpoints = [parse_endpoint(each) for each in dict.fromkeys(addresses) if each != self._config.endpoint]
         for endpoint in endpoints:
             self._check_key(endpoint)
@@ -296,8 +298,8 @@ class Peers:
                 f"{endpoint.address}: gateways trust each other by --gateway-key-file, which a tcp address needs"
             )
 
-    def _now_listed(self, endpoints: Sequence[Endpoint]) -> None:
-        """Dial those that are new; the others are left once they are silent."""
+    def _on_listed(self, endpoints: Sequence[Endpoint]) -> None:
+        """Dial newly listed endpoints. Those no longer listed are dropped once they are silent."""
         names = {
             each.address: each for each in endpoints if each.transport is Transport.TCP and not is_address(each.host)
         }
@@ -314,17 +316,17 @@ class Peers:
 
     def _dial_listed(self) -> None:
         listed = dict.fromkeys((*self._listed, *(address for each in self._names for address in each.addresses or ())))
-        for address, other in self._others.items():
-            other.is_listed = address in listed
+        for address, link in self._links.items():
+            link.is_listed = address in listed
         self._is_dialling = True
         for address in listed:
-            if address not in self._others:
+            if address not in self._links:
                 self._dial(parse_endpoint(address))
         self._is_dialling = False
 
     def _dial(self, endpoint: Endpoint) -> None:
         assert self._context is not None
-        self._others[endpoint.address] = Other(
+        self._links[endpoint.address] = PeerLink(
             self._context, endpoint, self._keys, on_open=self._on_open, losses=self.losses
         )
 
@@ -332,12 +334,12 @@ class Peers:
         while True:
             try:
                 found = await addresses_of(name.endpoint.host)
-                self._now_at(name, found)
-            except OSError as error:  # those that are known stay: a resolver that is down ends nobody
+                self._on_addresses(name, found)
+            except OSError as error:  # keep the known addresses: a resolver that is down must not end connections
                 self._complain(name, f"--peer-endpoint {name.endpoint.address} cannot be looked up: {error}")
             await asyncio.sleep(LOOK_UP_S)
 
-    def _now_at(self, name: _Name, found: tuple[str, ...]) -> None:
+    def _on_addresses(self, name: _Name, found: tuple[str, ...]) -> None:
         host, port = name.endpoint.host, name.endpoint.port
         self._complain(name, "" if found else f"--peer-endpoint {name.endpoint.address}: {host} has no address")
         name.addresses = tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in found)

@@ -44,7 +44,7 @@ class _Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _PeerTenantUse:
     use: TenantUse
     at_ns: int
 
@@ -65,7 +65,7 @@ class TenantQuotas:
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._held: dict[str, _Held] = {}
-        self._told: dict[str, dict[str, _Told]] = {}  # by tenant and gateway
+        self._peer_uses: dict[str, dict[str, _PeerTenantUse]] = {}  # by tenant and gateway
         self.changed: set[str] = set()
         self.on_change: Callable[[], None] | None = None
 
@@ -77,9 +77,9 @@ class TenantQuotas:
         for where, limit in (("in flight", limits.max_requests), ("queued", limits.max_queued)):
             if limit is not None and num_outputs > limit:
                 raise ExceedsCapacity(f"{num_outputs} outputs are more than this tenant may ever have {where}")
-        tenant, told = self._tenant(caller.tenant, limits, now_ns), self._told.get(caller.tenant, {}).values()
-        num_in_flight = tenant.num_in_flight + sum(each.use.num_in_flight for each in told)
-        num_queued = tenant.num_queued + sum(each.use.num_queued for each in told)
+        tenant, reported = self._tenant(caller.tenant, limits, now_ns), self._peer_uses.get(caller.tenant, {}).values()
+        num_in_flight = tenant.num_in_flight + sum(each.use.num_in_flight for each in reported)
+        num_queued = tenant.num_queued + sum(each.use.num_queued for each in reported)
         _check("in flight", num_outputs, num_in_flight, limits.max_requests)
         _check("queued", num_outputs, num_queued, limits.max_queued)
         tenant.num_in_flight += num_outputs
@@ -135,7 +135,8 @@ class TenantQuotas:
     # ------------------------------------------------------------ the other gateways
 
     def uses(self, names: Iterable[str] | None, now_ns: int) -> list[TenantUse]:
-        """What these tenants use here, for the other gateways; None: all that have limits and use anything."""
+        """What these tenants use at this gateway, as reports to the others; None: every tenant that has limits and uses
+        anything."""
         found = []
         for name in tuple(self._tenants) if names is None else names:
             tenant = self._tenants.get(name) or _Tenant(name, _UNLIMITED, None)
@@ -155,10 +156,10 @@ class TenantQuotas:
                 found.append(use)
         return found
 
-    def hear(self, gateway_id: str, use: TenantUse, now_ns: int, *, is_first: bool) -> None:
-        """What a tenant uses at another gateway now. is_first: it may have used more before we met that gateway."""
-        told = self._told.setdefault(use.name, {})
-        former, told[gateway_id] = told.get(gateway_id), _Told(use, now_ns)
+    def on_peer_use(self, gateway_id: str, use: TenantUse, now_ns: int, *, is_first: bool) -> None:
+        """Another gateway reported a tenant's use. is_first: it may have used more before the two gateways met."""
+        reported = self._peer_uses.setdefault(use.name, {})
+        former, reported[gateway_id] = reported.get(gateway_id), _PeerTenantUse(use, now_ns)
         tenant = self._tenants.get(use.name)
         if tenant is None and use.tokens_per_minute:
             limits = TenantLimits(tokens_per_minute=use.tokens_per_minute, burst_tokens=use.burst_tokens)
@@ -175,18 +176,18 @@ class TenantQuotas:
         else:
             tenant.bucket.charge(use.num_spent - use.num_spent_before, now_ns)
 
-    def forget(self, gateway_id: str, *, before_ns: int | None = None) -> None:
-        """A gateway is gone with what it had in flight. before_ns: only what was told before. What it spent stays spent
-        until the bucket has filled again."""
-        for name, told in tuple(self._told.items()):
-            each = told.get(gateway_id)
+    def forget_peer(self, gateway_id: str, *, before_ns: int | None = None) -> None:
+        """Drop what another gateway had in flight. before_ns: only what it last reported before then. Tokens it spent
+        stay spent until the bucket has refilled."""
+        for name, reported in tuple(self._peer_uses.items()):
+            each = reported.get(gateway_id)
             if each is not None and before_ns is None:
-                del told[gateway_id]
+                del reported[gateway_id]
             elif each is not None and each.use.num_in_flight and before_ns is not None and each.at_ns < before_ns:
                 use = TenantUse(name=name, num_spent=each.use.num_spent, num_spent_before=each.use.num_spent_before)
-                told[gateway_id] = _Told(use, each.at_ns)
-            if not told:
-                del self._told[name]
+                reported[gateway_id] = _PeerTenantUse(use, each.at_ns)
+            if not reported:
+                del self._peer_uses[name]
 
     def _note(self, tenant: _Tenant) -> None:
         if self.on_change is not None and tenant.limits != _UNLIMITED:
@@ -194,14 +195,14 @@ class TenantQuotas:
             self.on_change()
 
     def counts(self, tenant: str) -> TenantCounts:
-        """Here, now."""
+        """The tenant's outputs at this gateway."""
         found = self._tenants.get(tenant)
         if found is None:
             return TenantCounts()
         return TenantCounts(num_in_flight=found.num_in_flight, num_queued=found.num_queued)
 
     def _tenant(self, name: str, limits: TenantLimits, now_ns: int) -> _Tenant:
-        """The tenant's counts; where its rate has changed, with a new bucket."""
+        """The tenant's counts. A changed rate gets a new bucket."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(name, limits, _bucket(limits, now_ns))

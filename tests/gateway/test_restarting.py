@@ -11,7 +11,7 @@ from octavo.gateway.restarting import restarting_task
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AGAIN_S", 0.001)
+    monkeypatch.setattr(module, "RESTART_DELAY_S", 0.001)
 
 
 async def test_a_task_that_fails_begins_again_and_each_new_error_is_told_once() -> None:

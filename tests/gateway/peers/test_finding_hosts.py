@@ -14,7 +14,7 @@ import zmq
 
 from octavo.gateway import restarting
 from octavo.gateway.config import PeerConfig
-from octavo.gateway.peers import control, others, peers
+from octavo.gateway.peers import control, peer_link, peers
 from octavo.gateway.peers.peers import Asked, Peers
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
@@ -35,7 +35,7 @@ def dns(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in names[host]]
 
-    monkeypatch.setattr(others.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(peers, "LOOK_UP_S", 0.05)
     return names
 
@@ -48,7 +48,7 @@ async def sweep(each: Peers, condition: Callable[[], object]) -> None:
     """Tell the others again and again, as a gateway does, until something is true."""
     async with asyncio.timeout(60):
         while not condition():
-            each.tell(PeerUse(call_id=0, gateway_id=each.gateway_id, number=1, is_sweep=True))
+            each.send_to_all(PeerUse(call_id=0, gateway_id=each.gateway_id, number=1, is_sweep=True))
             await asyncio.sleep(0.05)
 
 
@@ -56,7 +56,7 @@ async def test_a_name_stands_for_all_gateways_that_have_it_as_they_come_and_go(
     dns: dict[str, list[str]], pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A headless Service: one list for all, this gateway itself among them."""
-    monkeypatch.setattr(others, "SILENT_S", 1.0)
+    monkeypatch.setattr(peer_link, "SILENT_S", 1.0)
     port = free_port()
     configs = [
         PeerConfig(endpoint=f"tcp://127.0.0.{n}:{port}", others=(f"tcp://octavo-gateways:{port}",), key_file=pair)
@@ -94,21 +94,21 @@ async def test_a_host_without_threads_or_descriptors_for_a_moment_costs_no_gatew
 ) -> None:
     """Looking up takes a thread, a connection descriptors: who failed for want of one tries again."""
     troubles: list[Exception] = [zmq.ZMQError(errno.EMFILE), RuntimeError("can't start new thread")]
-    look_up = others.addresses_of
+    look_up = peer_link.addresses_of
 
     async def sometimes(host: str) -> tuple[str, ...]:
         if len(troubles) == 2:
             raise troubles.pop()
         return await look_up(host)
 
-    def dial(*args: Any, **options: Any) -> others.Other:
+    def dial(*args: Any, **options: Any) -> peer_link.PeerLink:
         if troubles:
             raise troubles.pop()
-        return others.Other(*args, **options)
+        return peer_link.PeerLink(*args, **options)
 
-    monkeypatch.setattr(restarting, "AGAIN_S", 0.01)
+    monkeypatch.setattr(restarting, "RESTART_DELAY_S", 0.01)
     monkeypatch.setattr(peers, "addresses_of", sometimes)
-    monkeypatch.setattr(peers, "Other", dial)
+    monkeypatch.setattr(peers, "PeerLink", dial)
     port = free_port()
     dns["octavo-gateways"] = ["127.0.0.2"]
     one = Peers(
@@ -118,7 +118,7 @@ async def test_a_host_without_threads_or_descriptors_for_a_moment_costs_no_gatew
     two = Peers(PeerConfig(endpoint=f"tcp://127.0.0.2:{port}", key_file=pair), answering(0))
     with structlog.testing.capture_logs() as lines:
         await asyncio.gather(one.start(), two.start())
-        await sweep(one, lambda: one.told_ids() == {two.gateway_id})
+        await sweep(one, lambda: one.ids_sent_to() == {two.gateway_id})
         await asyncio.gather(one.close(), two.close())
     assert [str(line["exc_info"]) for line in lines if line["event"] == "defect"] == [
         "can't start new thread",
@@ -133,7 +133,7 @@ async def test_a_resolver_that_hangs_keeps_nobody_from_stopping(
     import threading
 
     release = threading.Event()
-    monkeypatch.setattr(others.socket, "getaddrinfo", lambda *_, **__: release.wait(60) and [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(60) and [])
     each = Peers(PeerConfig(endpoint=address(0), others=("tcp://slow:5556",), key_file=pair), answering(0))
     await each.start()
     await asyncio.sleep(0)
@@ -151,7 +151,7 @@ async def test_a_gateway_that_comes_back_after_its_leave_is_asked_again(pair: Pa
     await first.start()
     await second.start()
     assert (await first.ask(question, timeout_s=30.0)).replies
-    first.left(second.gateway_id)
+    first.on_leaving(second.gateway_id)
     assert await first.ask(question, timeout_s=30.0) == Asked()
     await second.close()
     third = Peers(configs, answering(8))
@@ -225,8 +225,8 @@ async def test_gateways_of_other_releases_and_models_and_those_that_are_told_not
         with structlog.testing.capture_logs() as lines:
             assert own.answer(use) == PeerReply(call_id=0, gateway_id="")
             own.answer(PeerUse(call_id=0, gateway_id="x", number=2, name="g1", release="9.9", is_sweep=True))
-            own._look_who_is_told(10**19)
-            own._look_who_is_told(10**19)
+            own._warn_of_unlisted_peers(10**19)
+            own._warn_of_unlisted_peers(10**19)
         errors = {line["event"]: line["error"] for line in lines if "error" in line}
         assert [line["event"] for line in lines] == [
             "peer_met", "peer_of_another_release", "peer_of_other_models", "peer_not_told",
@@ -263,7 +263,7 @@ async def test_the_list_of_others_is_a_file_that_changes_while_they_serve(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is placed anew has another address; the former one is given up once nobody answers there."""
-    monkeypatch.setattr(others, "SILENT_S", 1.0)
+    monkeypatch.setattr(peer_link, "SILENT_S", 1.0)
     one, two, three = address(0), address(1), address(2)
     file = tmp_path / "peers"
     file.write_text(f"{one}\n{two}\n")
@@ -272,13 +272,13 @@ async def test_the_list_of_others_is_a_file_that_changes_while_they_serve(
     third = Peers(PeerConfig(endpoint=three, others=(one,), key_file=pair), answering(8))
     await first.start()
     await second.start()
-    await sweep(first, lambda: first.told_ids() == {second.gateway_id})
+    await sweep(first, lambda: first.ids_sent_to() == {second.gateway_id})
     await second.close()
     await third.start()
     file.write_text("not an address\n")  # changes nothing
     await sweep(first, lambda: first.counts() == (1, 1))
     file.write_text(f"{one}\n{three}\n")
-    await sweep(first, lambda: first.told_ids() == {third.gateway_id})
+    await sweep(first, lambda: first.ids_sent_to() == {third.gateway_id})
     assert first.counts() == (1, 0)
     answers = (await first.ask(PeerAskLoad(call_id=0), timeout_s=30.0)).replies
     assert [each.num_in_flight for each in answers.values()] == [8]

@@ -174,7 +174,7 @@ async def test_metrics_tell_how_many_gateways_there_are_and_how_old_their_news_i
             names = ("octavo_gateway_peers", "octavo_gateway_peers_unreachable")
             return tuple(registry.get_sample_value(name) for name in names)
 
-        known = served.gateway.control.peers._others.values()
+        known = served.gateway.control.peers._links.values()
         await served.until(lambda: sum(bool(other.gateway_id) for other in known) == 2)
         for other in known:
             if not other.gateway_id:

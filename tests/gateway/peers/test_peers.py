@@ -10,8 +10,8 @@ import zmq
 import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
-from octavo.gateway.peers import others
-from octavo.gateway.peers.others import name_of
+from octavo.gateway.peers import peer_link
+from octavo.gateway.peers.peer_link import name_of
 from octavo.gateway.peers.peers import Peers
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
@@ -120,7 +120,7 @@ async def test_nobody_waits_for_a_gateway_that_is_known_to_be_down(tmp_path: Pat
 async def test_nobody_waits_longer_for_a_gateway_that_freezes_than_until_it_counts_as_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(others, "SILENT_S", 0.5)
+    monkeypatch.setattr(peer_link, "SILENT_S", 0.5)
     configs = [PeerConfig(endpoint=socket_of(tmp_path, 0), others=(socket_of(tmp_path, 1), socket_of(tmp_path, 3)))]
     configs.append(PeerConfig(endpoint=socket_of(tmp_path, 1)))
     async with asyncio.timeout(60), peers(*configs) as (first, _):

@@ -48,7 +48,7 @@ def fleet(serve: Any, tmp_path: Path) -> Fleet:
                 for n in range(num)
             ]
             for each in gateways:
-                heard = each.gateway.control._limits._heard
+                heard = each.gateway.control._limits._states
                 await each.until(lambda heard=heard: len(heard) == num - 1)
             yield gateways
 

@@ -58,9 +58,9 @@ def test_what_a_dead_gateway_had_in_flight_is_free_after_its_silence(two: Servic
 def test_a_gateway_that_takes_its_leave_frees_at_once_and_what_is_late_of_it_changes_nothing(two: Service) -> None:
     one, other = two.gates
     fill(two, one, MAX_REQUESTS)
-    (late,) = one.limits.tell(two.now_ns, is_sweep=True)
-    other.limits.hear(one.limits.farewell(), two.now_ns)
-    other.limits.hear(late, two.now_ns)
+    (late,) = one.limits.take_reports(two.now_ns, is_sweep=True)
+    other.limits.on_report(one.limits.farewell(), two.now_ns)
+    other.limits.on_report(late, two.now_ns)
     fill(two, other, MAX_REQUESTS)
 
 
@@ -69,10 +69,10 @@ def test_what_was_spent_behind_a_refund_that_nobody_heard_of_is_charged_whole() 
     limits = TenantLimits(tokens_per_minute=100, burst_tokens=100)
     caller = Caller(name="t", tenant="t", scopes=frozenset(), limits=limits)
     spent = TenantUse(name="t", num_spent=100, num_lacking=100, tokens_per_minute=100, burst_tokens=100)
-    quotas.hear("other", spent, 0, is_first=True)
+    quotas.on_peer_use("other", spent, 0, is_first=True)
     # 60 came back, the bucket was full again, and 50 were spent since.
     again = TenantUse(name="t", num_spent=90, num_spent_before=40, tokens_per_minute=100, burst_tokens=100)
-    quotas.hear("other", again, minute_ns, is_first=False)
+    quotas.on_peer_use("other", again, minute_ns, is_first=False)
     quotas.enter("t\nr", caller, minute_ns)
     with pytest.raises(TenantLimit):
         quotas.reserve("t\nr", 51, minute_ns)
@@ -84,11 +84,11 @@ def test_a_gateway_that_took_its_leave_is_not_missed_and_one_that_died_is() -> N
         service = Service(1, 2, delay_s=0.0, loss=0.0)
         service.run(0.1)
         one, other = service.gates
-        assert len(other.limits.heard(service.now_ns)) == 1
+        assert len(other.limits.reporting_peers(service.now_ns)) == 1
         if has_left:
-            other.limits.hear(one.limits.farewell(), service.now_ns)
+            other.limits.on_report(one.limits.farewell(), service.now_ns)
         later_ns = service.now_ns + round(FORGET_S * 2e9)
-        assert len(other.limits.heard(later_ns)) == (0 if has_left else 1)
+        assert len(other.limits.reporting_peers(later_ns)) == (0 if has_left else 1)
         assert other.limits.age_s(later_ns) == (0.0 if has_left else pytest.approx(2 * FORGET_S, abs=SWEEP_S))
         assert len(other.limits.forget_silent(later_ns)) == (0 if has_left else 1)
 
@@ -147,8 +147,8 @@ def test_a_change_before_the_first_sweep_and_a_message_of_oneself_say_nothing(tw
     one, _ = two.gates
     use = TenantUse(name="t", num_in_flight=MAX_REQUESTS)
     stranger = PeerUse(call_id=0, gateway_id="x", number=1, tenants=(use,), num_outputs=99)
-    assert not one.limits.hear(stranger, two.now_ns)
-    assert not one.limits.hear(PeerUse(call_id=0, gateway_id=one.gateway_id, number=99, is_sweep=True), two.now_ns)
+    assert not one.limits.on_report(stranger, two.now_ns)
+    assert not one.limits.on_report(PeerUse(call_id=0, gateway_id=one.gateway_id, number=99, is_sweep=True), two.now_ns)
     fill(two, one, MAX_REQUESTS)
 
 
@@ -174,7 +174,7 @@ def test_more_tenants_than_a_message_holds_are_told_in_parts(two: Service, monke
     for name in "abcde":
         who = Caller(name=name, tenant=name, scopes=frozenset(), limits=TenantLimits(max_requests=1))
         one.quotas.enter(f"{name}\nr", who, two.now_ns)
-    assert len(one.limits.tell(two.now_ns, is_sweep=True)) == 3
+    assert len(one.limits.take_reports(two.now_ns, is_sweep=True)) == 3
     one.quotas.changed |= set("abcde")
     two.run(SWEEP_S + GAP_S)
     for name in "abcde":

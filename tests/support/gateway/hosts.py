@@ -20,7 +20,7 @@ def address(n: int) -> str:
 
 def met(served: Any) -> int:
     """Gateways that have told this one of their use."""
-    return len(served.gateway.control._limits._heard)
+    return len(served.gateway.control._limits._states)
 
 
 async def begun(served: Any, request_id: str, *, max_tokens: int | None = None) -> Any:
@@ -39,5 +39,5 @@ async def refusal_of(served: Any, *, max_tokens: int = 5) -> Any:
 
 
 def elsewhere(served: Any) -> int:
-    """Outputs of the tenant that the others have told this gateway of."""
-    return sum(each.use.num_in_flight for each in served.gateway.tracker.quotas._told.get("ann", {}).values())
+    """Outputs of the tenant that the other gateways have reported to this one."""
+    return sum(each.use.num_in_flight for each in served.gateway.tracker.quotas._peer_uses.get("ann", {}).values())

@@ -120,7 +120,7 @@ class Service:
         if not gate.is_alive:
             return
         gate.is_tell_due, gate.told_s = False, self.now_s
-        messages, state = gate.limits.tell(self.now_ns, is_sweep=is_sweep), (dict(gate.let_in), gate.net)
+        messages, state = gate.limits.take_reports(self.now_ns, is_sweep=is_sweep), (dict(gate.let_in), gate.net)
         for to in self.gates:
             is_cut = frozenset((gate.place, to.place)) in self.cut
             if to is not gate and not is_cut and self.rng.random() >= self.loss:
@@ -134,7 +134,7 @@ class Service:
             outputs, net = to.heard.get(of.gateway_id, (dict.fromkeys(KINDS, 0), 0))
             outputs = outputs | {"service": state[0]["service"]}
             for message in messages:
-                to.limits.hear(message, self.now_ns)
+                to.limits.on_report(message, self.now_ns)
                 if any(each.name == "t" for each in message.tenants):
                     outputs, net = state
             to.heard[of.gateway_id] = (outputs, net)

@@ -224,7 +224,9 @@ async def _beside(config: PeerConfig) -> None:
         await each.start()
         try:
             for number in range(1, 12):
-                each.tell(PeerUse(call_id=0, gateway_id=each.gateway_id, number=number, name="other", is_sweep=True))
+                each.send_to_all(
+                    PeerUse(call_id=0, gateway_id=each.gateway_id, number=number, name="other", is_sweep=True)
+                )
                 await asyncio.sleep(0.5)
         finally:
             await each.close()

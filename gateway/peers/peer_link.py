@@ -1,4 +1,4 @@
-"""The connection to one other gateway, and the addresses behind a name of several. Must not know requests."""
+"""The connection to one other gateway, and the addresses that a host name stands for. Must not know requests."""
 
 import asyncio
 import socket
@@ -21,10 +21,10 @@ from octavo.wire.options import new_dealer
 from octavo.wire.peer_messages import PeerReply, ToPeer
 
 log = structlog.get_logger(__name__)
-SILENT_S = 2.0  # without an answer, though it was told something four times meanwhile
-_TRY_AGAIN_S = 0.01  # until a connection takes more
-_GRACE_S = 0.05  # for a connected one that was silent: perhaps it was this gateway that was frozen
-_SEND_AGAIN_S = 0.5  # a question may be lost with its connection; a repeated one has no further effect
+SILENT_S = 2.0  # without an answer, four sweeps long
+_RETRY_DELAY_S = 0.01  # where the queue of the connection is full
+_FROZEN_GRACE_S = 0.05  # for a connected gateway that seems silent: perhaps this one was frozen
+_RESEND_INTERVAL_S = 0.5  # a question may be lost with its connection; repeating it has no further effect
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
 
@@ -34,8 +34,8 @@ _MUTE = "it is connected and does not answer: it is frozen, or no gateway of thi
 
 
 def name_of(endpoint: str) -> str:
-    """A gateway's name for people: the first word of its socket's file, or host and port; this host's name where it is
-    reached at any of its addresses."""
+    """A gateway's name for people: the first word of its socket's file name, or host:port (with this host's name if it
+    listens on all addresses)."""
     parsed = parse_endpoint(endpoint)
     if parsed.path is not None:
         return parsed.path.name.partition(".")[0]
@@ -44,11 +44,15 @@ def name_of(endpoint: str) -> str:
     )
 
 
-class Other:
-    """One other gateway, seen from here. gateway_id: of who answered last, empty before. is_listed: whether it is still
-    among the configured ones, or behind one of their names. has_left: it took its leave, with nothing in flight, and
-    nobody has come in its place. on_open: is called when a connection is made. losses: of all others, by
-    PEER_LOSSES."""
+class PeerLink:
+    """The connection to one other gateway.
+
+    gateway_id: of whoever answered last; empty before the first answer.
+    is_listed: the endpoint is still configured, or is an address of a configured name.
+    has_left: the gateway said farewell, and no other has answered at this endpoint since.
+    on_open: called when a connection is made.
+    losses: counter shared by all links, by PEER_LOSSES.
+    """
 
     def __init__(
         self,
@@ -63,13 +67,13 @@ class Other:
         self.gateway_id = ""
         self.is_listed = True
         self.has_left = False
-        self.is_told_silent = False
+        self.is_logged_silent = False
         self._loop = asyncio.get_running_loop()
-        self._last_s = self._loop.time()  # of an answer, or of the beginning
+        self._last_s = self._loop.time()  # of the last answer, or of the start
         self._opened_s = self._last_s  # when the connection was made
         self._trouble = _NOBODY
         self._is_connected = False
-        self._is_open = asyncio.Event()  # what is sent goes out
+        self._is_open = asyncio.Event()  # set while there is a connection
         self._is_refused = False  # nobody listened at the last attempt to connect, or the key was wrong
         self._on_open = on_open
         self._losses = losses
@@ -86,38 +90,38 @@ class Other:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has not answered for long."""
+        """Whether no answer has come for SILENT_S."""
         return self._loop.time() - self._last_s > SILENT_S
 
     @property
     def is_down(self) -> bool:
-        """Whether it is known that no answer is to be waited for: it has had a connection, or the time to make one, and
-        is silent; or it has answered once and cannot be connected to any more."""
+        """Whether waiting for an answer is pointless: the gateway was silent for SILENT_S although there was a
+        connection, or time to make one; or it answered once and now refuses connections."""
         is_silent = self._loop.time() - max(self._last_s, self._opened_s) > SILENT_S
         return is_silent or (self._is_refused and bool(self.gateway_id))
 
     def may_answer(self, asked_s: float) -> bool:
-        """Whether an answer to a question of this time of the loop is worth waiting for."""
-        return not self.is_down or (self._is_connected and self._loop.time() - asked_s < _GRACE_S)
+        """Whether an answer to a question asked at this time of the loop is worth waiting for."""
+        return not self.is_down or (self._is_connected and self._loop.time() - asked_s < _FROZEN_GRACE_S)
 
     def why_silent(self) -> str:
-        """One sentence."""
+        """For the log, in one sentence."""
         return f"{self.address} has not answered for {self._loop.time() - self._last_s:.0f} s: {self._trouble}"
 
-    def tell(self, message: ToPeer) -> None:
-        """Send it where there is a connection and room; else it is dropped."""
+    def send_if_open(self, message: ToPeer) -> None:
+        """Send without waiting. Without a connection, or room in its queue, the message is dropped and counted."""
         sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
         sent.add_done_callback(self._on_sent)
 
     async def ask(self, question: ToPeer, *, timeout_s: float) -> PeerReply | None:
-        """None: it has not answered in time."""
+        """The reply, or None if it does not come in time."""
         future: asyncio.Future[PeerReply] = self._loop.create_future()
         self._waiting[question.call_id] = future
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     await self._send(encode(question))
-                    done, _ = await asyncio.wait([future], timeout=_SEND_AGAIN_S)
+                    done, _ = await asyncio.wait([future], timeout=_RESEND_INTERVAL_S)
                     if done:
                         return future.result()
         except TimeoutError:
@@ -126,7 +130,7 @@ class Other:
             del self._waiting[question.call_id]
 
     async def close(self) -> None:
-        """Whoever asks now gets no answer any more."""
+        """Close the connection; questions still waiting get no answer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -135,18 +139,18 @@ class Other:
         self._socket.close(linger=0)
 
     def _on_sent(self, sent: "asyncio.Future[Any]") -> None:
-        if sent.cancelled() or sent.exception() is not None:  # zmq.Again: taken from it, so that nobody warns
+        if sent.cancelled() or sent.exception() is not None:  # zmq.Again; retrieved so that asyncio does not warn
             self._losses["message"] += 1
 
     async def _send(self, frame: bytes) -> None:
-        """As soon as there is a connection; not at all once this is closed."""
+        """Wait for a connection, then send. Returns without sending once the socket is closed."""
         while not self._socket.closed:
             await self._is_open.wait()
             try:
                 await self._socket.send(frame, zmq.NOBLOCK)
                 return
             except zmq.Again:
-                await asyncio.sleep(_TRY_AGAIN_S)
+                await asyncio.sleep(_RETRY_DELAY_S)
 
     async def _read_forever(self) -> None:
         while True:
@@ -175,18 +179,18 @@ class Other:
             elif event & _REFUSED:
                 self._trouble, self._is_refused = _WRONG_KEY, True
             else:
-                # A connection that was made and broke before its handshake was over: CURVE says no more to strangers.
+                # Connected, then closed before the handshake was over: all that CURVE tells a client it does not trust.
                 broke_early = self._is_connected and self._trouble != _MUTE
                 self._trouble = _WRONG_KEY if broke_early else _NOBODY
                 self._is_connected = False
                 self._is_open.clear()
-                # A connection that broke may be there again at once: only an attempt that failed tells.
+                # A connection that broke may be back at once; only a failed attempt to connect counts as refused.
                 self._is_refused = self._is_refused or event == zmq.EVENT_CLOSED
 
 
 async def addresses_of(host: str) -> tuple[str, ...]:
-    """All addresses behind a name, of IPv4 where it has any. Raises OSError. In a thread that nobody waits for: a
-    resolver may take half a minute, and a gateway that stops does not."""
+    """All IPv4 addresses of a host name, or its IPv6 ones if it has no others. Raises OSError. Resolved in a daemon
+    thread: a resolver may take half a minute, which must not delay shutdown."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[str, ...]] = loop.create_future()
 
@@ -208,7 +212,7 @@ async def addresses_of(host: str) -> tuple[str, ...]:
             found = tuple(sorted({str(row[4][0]) for row in rows if row[0] == family}))
         except (OSError, UnicodeError) as error:
             problem = error if isinstance(error, OSError) else OSError(f"{host!r} is no name: {error}")
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(finish, found, problem)
 
     threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
