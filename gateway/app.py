@@ -33,7 +33,7 @@ from octavo.gateway.rpc.addresses import check_admin, check_plain, join_host_por
 from octavo.gateway.rpc.connections import (
     ConnectionLimiter,
     OpenCalls,
-    UnreadEndings,
+    UnreadCalls,
     connection_limits,
     descriptor_limit,
 )
@@ -140,7 +140,7 @@ class Gateway:
         self._drain_task: asyncio.Task[None] | None = None
         self._metrics: MetricsEndpoint | None = None
         self._interceptor = self._new_interceptor(self.reloader.authenticator, tracing=tracing)
-        self._endings = UnreadEndings()
+        self._unread_calls = UnreadCalls()
 
     def is_ready(self) -> bool:
         """Whether requests for all expected models could be answered now; where none is expected, for any."""
@@ -188,7 +188,7 @@ class Gateway:
         return [
             restarting_task(lambda: measure_loop_lag(self.meters), name="loop lag"),
             restarting_task(garbage_watch(self.tracker, self.pool).run, name="garbage"),
-            restarting_task(self._endings.run, name="unread endings"),
+            restarting_task(self._unread_calls.run, name="unread calls"),
             restarting_task(self._limiter.run, name="connections"),
         ]
 
@@ -234,7 +234,7 @@ class Gateway:
         num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
         max_connections = max(1, self._limiter.limits.total // num_listeners)
         interceptor = self._new_interceptor(
-            self.reloader.authenticator, model=model, tracing=self._tracing, open_calls=self._endings.calls
+            self.reloader.authenticator, model=model, tracing=self._tracing, open_calls=self._unread_calls.calls
         )
         callers = Callers.ALL if address == config.front_address else Callers.EACH
         server = new_server(config, interceptor, max_connections=max_connections, callers=callers)

@@ -28,7 +28,7 @@ REPORT_INTERVAL_S = 10.0
 INTERVAL_S = 0.5
 GROWTH_BYTES = 16 << 20  # a full collection of a busy gateway's objects takes some ten milliseconds
 BUSY_GROWTH = 4
-FOLLOW_UPS = (6, 6)  # calls of `look` until it collects once more: by then more is garbage
+FOLLOW_UPS = (6, 6)  # calls of `collect_if_grown` until it collects once more: by then more is garbage
 _STATM = Path("/proc/self/statm")
 
 
@@ -56,7 +56,7 @@ class GarbageWatch:
         self._to_come: list[int] = []
         self.num_collections = 0
 
-    def look(self) -> bool:
+    def collect_if_grown(self) -> bool:
         """Collect if memory has grown since the last collection, or since it was least, and twice more some looks
         later; whether it was done."""
         now = self._rss_bytes()
@@ -68,7 +68,7 @@ class GarbageWatch:
         elif not self._is_due():
             return False
         gc.collect()
-        give_back()
+        release_freed_memory()
         self._base = self._rss_bytes()
         self.num_collections += 1
         return True
@@ -86,7 +86,7 @@ class GarbageWatch:
         """Until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            self.look()
+            self.collect_if_grown()
 
 
 def garbage_watch(tracker: RequestTracker, pool: WorkerPool) -> GarbageWatch:
@@ -102,7 +102,7 @@ def resident_bytes() -> int:
         return 0
 
 
-def give_back() -> None:
+def release_freed_memory() -> None:
     """Freed memory to the system, where the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -140,12 +140,12 @@ class Ticker:
     async def refresh(self) -> None:
         """Every second, until cancelled."""
         while True:
-            self.take_gauges()
+            self.set_gauges()
             self._tracker.fail_stalled_writes(max_wait_s=self._tracker.write_stall_s)
-            self.keep_tokenizers(time.monotonic())
+            self.refresh_tokenizers(time.monotonic())
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
-    def take_gauges(self) -> None:
+    def set_gauges(self) -> None:
         """Set the gauges."""
         meters, num_entered = self._meters, self._tracker.admission.counts().num_entered
         num_sent, meters.num_running = self._tracker.at_workers()
@@ -157,10 +157,10 @@ class Ticker:
         meters.num_peers, meters.num_unreachable_peers = peers.num_known, peers.num_unreachable
         meters.peer_news_age_s, meters.peer_losses = peers.news_age_s, peers.losses
         workers = self._pool.workers()
-        self._collector.see(workers)
-        self._load_watch.see(workers)
+        self._collector.update_workers(workers)
+        self._load_watch.update_workers(workers)
 
-    def keep_tokenizers(self, now_s: float) -> None:
+    def refresh_tokenizers(self, now_s: float) -> None:
         """Drop the tokenizers of models that no worker and no request has had for a while, and load again what could
         not be loaded."""
         cards = [worker.card for worker in self._pool.workers()]

@@ -102,7 +102,7 @@ class MetricsEndpoint:
 
 class GatewayCollector(Collector):
     """stats: the pool's. reloads: by (file, outcome). expiries: of certificates, by file. workers: the snapshot that
-    the event loop leaves by `see`."""
+    the event loop leaves by `update_workers`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class GatewayCollector(Collector):
         # (worker, model) -> 1.0 or 0.0; the latest of those that left are shown as down.
         self._is_up: dict[tuple[str, str], float] = {}
 
-    def see(self, workers: tuple[WorkerView, ...]) -> None:
+    def update_workers(self, workers: tuple[WorkerView, ...]) -> None:
         """The workers now; called by the event loop."""
         up = {(worker.worker_id, worker.card.name): float(worker.state is WorkerState.READY) for worker in workers}
         gone = {key: 0.0 for key in self._is_up if key not in up}

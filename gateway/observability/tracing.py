@@ -214,7 +214,7 @@ class CallTrace:
         self.is_kept = span.is_recording()
         self.operation = "text_completion"
 
-    def tell(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         """Of the RPC."""
         self._span.set_attributes(dict(attributes))
 

@@ -62,7 +62,7 @@ def trace_request(
         _trace_journey(trace, index, journey)
     first_s = streams[0].first_token_s
     figures = [stream.finished for stream in streams if stream.finished is not None]
-    trace.tell(
+    trace.set_attributes(
         _names(scope, trace.operation, card)
         | {
             "gen_ai.request.choice.count": len(streams),
@@ -89,7 +89,7 @@ def trace_embeddings(scope: RpcScope, card: ModelCard, journeys: Sequence[Journe
     trace.span("prepare", scope.started_s, min(each.sent_s for each in journeys), {})
     for index, each in enumerate(journeys):
         _trace_journey(trace, index, each)
-    trace.tell(_names(scope, "embeddings", card) | {"gen_ai.usage.input_tokens": num_tokens})
+    trace.set_attributes(_names(scope, "embeddings", card) | {"gen_ai.usage.input_tokens": num_tokens})
 
 
 def _names(scope: RpcScope, operation: str, card: ModelCard) -> dict[str, "str | int | float | bool | list[str]"]:

@@ -232,17 +232,17 @@ class Submitter:
             OutputProcessor(prepared.outputs[index]),
             max_pending_tokens=self._limits.max_pending_tokens,
             pause_pending_tokens=self._limits.pause_pending_tokens,
-            on_match=self._matched(key),
+            on_match=self._cancel_at_match(key),
             # Of a tenant: the output no longer counts as queued.
             on_started=None if scope.caller.tenant is None else lambda: tracker.quotas.started(key, index),
             on_moved=lambda worker_id: tracker.admission.move(key, worker_id, index),
-            on_flow=self._flowed(key),
+            on_flow=self._pause_or_resume(key),
             at_deadline=prepared.deadline.at_end,
             notifier=notifier,
             coalescer=self.coalescer,
         )
 
-    def _matched(self, key: str) -> Callable[[OutputStream], None]:
+    def _cancel_at_match(self, key: str) -> Callable[[OutputStream], None]:
         """When a stop string ends the output: cancel it at the worker, and wait a bounded time for its figures."""
 
         def cancel(stream: OutputStream) -> None:
@@ -252,14 +252,14 @@ class Submitter:
 
         return cancel
 
-    def _flowed(self, key: str) -> Callable[[OutputStream], None]:
+    def _pause_or_resume(self, key: str) -> Callable[[OutputStream], None]:
         """When a reader falls behind, or has caught up: pause or resume its output at the worker."""
 
-        def tell(stream: OutputStream) -> None:
+        def send(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):
                 (self._pool.pause if stream.is_paused else self._pool.resume)(handle)
 
-        return tell
+        return send
 
     def _handles_of(self, stream: OutputStream, key: str) -> list[int]:
         tracked = self._tracker.get(key)

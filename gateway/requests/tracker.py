@@ -163,7 +163,7 @@ class TrackedRequest:
         """An output is complete and was sent. reason: of octavo.v1.FinishReason, in lower case."""
         meters = self.meters
         meters.finished[reason] += 1
-        self._count_generated(self.streams[index].processor.num_untold)  # without text: no piece carried them
+        self._count_generated(self.streams[index].processor.num_undelivered)  # without text: no piece carried them
         meters.end_to_end.observe(time.monotonic() - self.scope.started_s)
         if (figures := self.streams[index].finished) is not None:
             meters.queue.observe(figures.queue_s)

@@ -46,7 +46,7 @@ MAX_BY_DEFAULT = 8192  # idle ones take some 20 KiB each
 INTERVAL_S = 0.25
 PRESSED_INTERVAL_S = 0.05
 REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
-EASED_AFTER_S = 5.0  # without a connection closed here
+PRESSURE_OVER_S = 5.0  # without a connection closed here
 COUNT_MAX_AGE_S = 5.0
 MAX_UNREAD = 512  # below what the server lets in besides requests in flight: these calls keep no others out
 PATIENCE_S = 2.0  # how long a status may be on its way before it counts as unread
@@ -252,7 +252,7 @@ class ConnectionLimiter:
         self._use = use
         self._ports: tuple[int, ...] = ()
         self._seen: dict[Address, int] = {}
-        self._num_looks = 0
+        self._num_passes = 0
         self._pressed_since: tuple[float, int] | None = None  # when, and how many had been closed before
         self._last_closed_s = 0.0
         self._counted: tuple[float, int] = (-COUNT_MAX_AGE_S, 0)
@@ -276,17 +276,17 @@ class ConnectionLimiter:
         while True:
             start_s, num_closed = time.monotonic(), 0
             with contextlib.suppress(OSError):  # another caller has taken the last descriptor
-                num_closed = await self.look() if self._is_suspicious() else 0
+                num_closed = await self.close_excess() if self._is_suspicious() else 0
             pause_s = PRESSED_INTERVAL_S if num_closed else INTERVAL_S
             await asyncio.sleep(max(pause_s, REST_PER_WORK * (time.monotonic() - start_s)))
 
-    async def look(self) -> int:
+    async def close_excess(self) -> int:
         """Close what is too much; how many."""
         if not self._ports:
             return 0
         chosen = await asyncio.to_thread(self._hang_up, self._ports, self._use.busy(), self._use.used())
         self.closed.update(reason.value for reason in chosen.values())
-        self._tell(chosen)
+        self._log_pressure(chosen)
         return len(chosen)
 
     def _is_suspicious(self) -> bool:
@@ -294,14 +294,14 @@ class ConnectionLimiter:
         if self._ports and num_descriptors() > min(self.limits.per_peer, self.limits.kept):
             return True
         self._seen.clear()
-        self._tell({})
+        self._log_pressure({})
         return False
 
     def _hang_up(self, ports: tuple[int, ...], busy: list[str], used: list[str]) -> dict[Address, Reason]:
         """In a thread."""
         connections = connections_at(*ports)
-        self._num_looks += 1
-        self._seen = {address: self._seen.get(address, self._num_looks) for address, _ in connections}
+        self._num_passes += 1
+        self._seen = {address: self._seen.get(address, self._num_passes) for address, _ in connections}
         chosen = choose(
             connections,
             self.limits,
@@ -313,7 +313,7 @@ class ConnectionLimiter:
             hang_up(chosen)
         return chosen
 
-    def _tell(self, chosen: Mapping[Address, Reason]) -> None:
+    def _log_pressure(self, chosen: Mapping[Address, Reason]) -> None:
         """One line in the log when the pressure begins and one when it is over, not one for each connection."""
         now_s, num_closed = time.monotonic(), self.closed.total()
         if chosen:
@@ -329,7 +329,7 @@ class ConnectionLimiter:
                     limit=self.limits.total,
                     limit_per_peer=self.limits.per_peer,
                 )
-        elif self._pressed_since is not None and now_s - self._last_closed_s >= EASED_AFTER_S:
+        elif self._pressed_since is not None and now_s - self._last_closed_s >= PRESSURE_OVER_S:
             since_s, num_before = self._pressed_since
             self._pressed_since = None
             seconds = round(self._last_closed_s - since_s, 1)
@@ -348,7 +348,7 @@ def num_descriptors() -> int:
 OpenCalls = dict[Context, None]
 
 
-class UnreadEndings:
+class UnreadCalls:
     """Closes connections of callers that leave too many ends of calls unread. One per gateway, on all listeners of
     callers. calls: those that have begun and are not over; the interceptor keeps it. Times are monotonic seconds."""
 
@@ -363,9 +363,9 @@ class UnreadEndings:
         """Until cancelled."""
         while True:
             await asyncio.sleep(UNREAD_INTERVAL_S)
-            await self.look()
+            await self.close_unread()
 
-    async def look(self) -> None:
+    async def close_unread(self) -> None:
         """Close connections where too many calls wait for their callers."""
         worst = self.choose(time.monotonic())
         if not worst:

@@ -45,7 +45,7 @@ _EARLY_S, _EARLY_SHARE = 0.05, 0.02
 
 
 Parse = Callable[[Any], Any]
-Take = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
+ReadRequest = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class RpcScope:
     trace: CallTrace | None = None  # where traces are on
     traceparent: str = ""  # of its span, for a worker
 
-    def name_by(self, request_id: str) -> None:
+    def adopt_request_id(self, request_id: str) -> None:
         """Use the caller's request id before the request was checked. A malformed one stays out of trailers, which gRPC
         would refuse to send, and out of the log; the check of the request's fields refuses it by name."""
         if REQUEST_ID(request_id) is None:
@@ -133,7 +133,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if not method.startswith(_QUIET_PREFIXES):
             self._meters.called.add(method)
-        return self._guarded(handler, method)
+        return self._wrapped(handler, method)
 
     def _refusal(self, method: str, num_bytes: int) -> "grpc.RpcMethodHandler[Any, Any]":
         """Needed because the library enforces the limit only once the client has acknowledged it. A handler of a
@@ -142,31 +142,31 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(request: Any, context: Context) -> bytes:
             raise ExceedsCapacity(f"{num_bytes} bytes of metadata exceed the {self._max_metadata_bytes} that are taken")
 
-        return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _as_it_is))
+        return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _whole_stream))
 
-    def _guarded(self, handler: Any, method: str) -> "grpc.RpcMethodHandler[Any, Any]":
+    def _wrapped(self, handler: Any, method: str) -> "grpc.RpcMethodHandler[Any, Any]":
         # Single requests are read here, as a stream of one: so the caller is identified before its message is read or
         # parsed, and the wait for a message is bounded. The library's own handlers of single requests wait without end,
         # and a call that ends without a message gets no status.
         parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
             return grpc.stream_unary_rpc_method_handler(
-                self._coroutine(handler.unary_unary, method, self._taking(parse)), None, serializer
+                self._coroutine(handler.unary_unary, method, self._single_message(parse)), None, serializer
             )
         if handler.unary_stream:
             return grpc.stream_stream_rpc_method_handler(
-                self._streaming(handler.unary_stream, method, self._taking(parse)), None, serializer
+                self._streaming(handler.unary_stream, method, self._single_message(parse)), None, serializer
             )
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(
-                self._streaming(handler.stream_stream, method, _as_it_is), parse, serializer
+                self._streaming(handler.stream_stream, method, _whole_stream), parse, serializer
             )
         return grpc.stream_unary_rpc_method_handler(
-            self._coroutine(handler.stream_unary, method, _as_it_is), parse, serializer
+            self._coroutine(handler.stream_unary, method, _whole_stream), parse, serializer
         )
 
-    def _taking(self, parse: Parse) -> Take:
-        async def take(_: Any, context: Context) -> Any:
+    def _single_message(self, parse: Parse) -> ReadRequest:
+        async def read(_: Any, context: Context) -> Any:
             try:
                 async with asyncio.timeout(self._message_timeout_s) as wait:
                     self._waits[wait] = None
@@ -181,47 +181,49 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 raise MalformedMessage("the call has no request")
             return parse(data)
 
-        return take
+        return read
 
     def _end_longest_wait(self) -> None:
         longest = next(wait for wait in self._waits if not wait.expired())  # our own is not
         del self._waits[longest]
         longest.reschedule(0.0)
 
-    def _streaming(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
+    def _streaming(self, behaviour: Callable[..., Any], method: str, read: ReadRequest) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(behaviour):
-            return self._generator(behaviour, method, take)
-        return self._coroutine(behaviour, method, take)
+            return self._generator(behaviour, method, read)
+        return self._coroutine(behaviour, method, read)
 
-    def _coroutine(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
-        async def guarded(request: Any, context: Context) -> Any:
+    def _coroutine(self, behaviour: Callable[..., Any], method: str, read: ReadRequest) -> Callable[..., Any]:
+        async def wrapped(request: Any, context: Context) -> Any:
             scope = self._begin(method, context)
             try:
                 scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
-                response = await behaviour(await take(request, context), context)
+                response = await behaviour(await read(request, context), context)
             except BaseException as error:
                 await self._end(error, scope, context)
                 raise
             self._record(scope, "OK", scope.reason)
             return response
 
-        return guarded
+        return wrapped
 
-    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
-        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+    def _generator(
+        self, behaviour: Callable[..., AsyncIterator[Any]], method: str, read: ReadRequest
+    ) -> Callable[..., Any]:
+        async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
             scope = self._begin(method, context)
             try:
                 scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
-                async for response in behaviour(await take(request, context), context):
+                async for response in behaviour(await read(request, context), context):
                     yield response
             except BaseException as error:
                 await self._end(error, scope, context)
                 raise
             self._record(scope, "OK", scope.reason)
 
-        return guarded
+        return wrapped
 
     def _begin(self, method: str, context: Context) -> RpcScope:
         if self._open_calls is not None:
@@ -243,7 +245,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             # Nearly always the caller went away. Where the task was cancelled otherwise, the RPC is alive, and without
             # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
             if await _is_gone(context):
-                self._record(scope, *_how_it_went(scope, context))
+                self._record(scope, *_code_and_reason(scope, context))
             else:
                 await self._abort(InternalDefect("the handler was cancelled"), scope, context)
         elif not isinstance(error, KeyboardInterrupt | SystemExit):
@@ -262,7 +264,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             raise
         except Exception:  # the library raises so where the RPC is over
             is_late = isinstance(error, DeadlinePassed)
-            self._record(scope, *(_EXPIRED if is_late else _how_it_went(scope, context)))
+            self._record(scope, *(_EXPIRED if is_late else _code_and_reason(scope, context)))
             raise asyncio.CancelledError from None
 
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
@@ -286,7 +288,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
-def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
+def _code_and_reason(scope: RpcScope, context: Context) -> tuple[str, str]:
     """Code and reason of a call that was not ended by us: its time was over, or its caller left."""
     left_s = context.time_remaining()
     if left_s is None or scope.wire_timeout_s is None:
@@ -329,7 +331,7 @@ def _metadata_bytes(metadata: Any) -> int:
     return sum(len(name) + len(value) + 32 for name, value in metadata or ())
 
 
-async def _as_it_is(requests: Any, context: Context) -> Any:
+async def _whole_stream(requests: Any, context: Context) -> Any:
     return requests
 
 

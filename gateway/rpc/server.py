@@ -13,7 +13,7 @@ _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings,
 _MOST_PENDING = 1 << 14
 """Calls not taken in yet, some kilobytes each."""
 
-FEW_CONNECTIONS = 16  # of listeners that callers do not use: administration, status
+INTERNAL_MAX_CONNECTIONS = 16  # of listeners that callers do not use: administration, status
 
 
 class Callers(Enum):
@@ -29,7 +29,7 @@ def server_options(
     """Channel arguments of gRPC's C core (grpc/impl/channel_arg_names.h). max_connections: of each address that is
     listened at; those beyond are accepted and closed. callers: whose calls a connection has."""
     limits, connection = config.limits, config.connection
-    max_streams = limits.max_streams_per_connection if callers is Callers.EACH else _most_rpcs(config)
+    max_streams = limits.max_streams_per_connection if callers is Callers.EACH else _max_rpcs(config)
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_metadata_size", limits.max_metadata_bytes // 2),  # above it refusals are likely …
@@ -59,7 +59,7 @@ def server_options(
     ]
 
 
-def _most_rpcs(config: GatewayConfig) -> int:
+def _max_rpcs(config: GatewayConfig) -> int:
     """That a server takes, on all connections."""
     return config.limits.max_requests + _SPARE_RPCS
 
@@ -71,7 +71,7 @@ def _ms(seconds: float) -> int:
 def new_server(
     config: GatewayConfig,
     *interceptors: grpc.aio.ServerInterceptor,
-    max_connections: int = FEW_CONNECTIONS,
+    max_connections: int = INTERNAL_MAX_CONNECTIONS,
     callers: Callers = Callers.EACH,
 ) -> grpc.aio.Server:
     """A server that is not started or bound yet. Call on the event loop that it will run on. interceptors: the
@@ -79,15 +79,15 @@ def new_server(
     server = grpc.aio.server(
         interceptors=interceptors,
         options=server_options(config, max_connections=max_connections, callers=callers),
-        maximum_concurrent_rpcs=_most_rpcs(config),
+        maximum_concurrent_rpcs=_max_rpcs(config),
     )
     # The library waits for every registered method anew at each request. By generic handlers, which servicers have too,
     # it finds the same methods and waits for one thing.
-    server.add_registered_method_handlers = _leave_generic  # type: ignore[method-assign]
+    server.add_registered_method_handlers = _register_nothing  # type: ignore[method-assign]
     return server
 
 
-def _leave_generic(service_name: str, method_handlers: object) -> None:
+def _register_nothing(service_name: str, method_handlers: object) -> None:
     """In place of `grpc.aio.Server.add_registered_method_handlers`."""
 
 

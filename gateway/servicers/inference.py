@@ -49,7 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs: Started, Deltas, a Finished for each."""
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         await self._check(lambda: check_generate(request), request)
         tracked = await self._submitter.submit(request, scope, prefix="", timeout_s=scope.wire_timeout_s)
         with self._tracker.closing(tracked):
@@ -76,7 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """The same in one message."""
         scope = current_rpc.get()
-        scope.name_by(request.generate.request_id)
+        scope.adopt_request_id(request.generate.request_id)
         await self._check(lambda: check_complete(request), request)
         timeout_s = scope.wire_timeout_s
         tracked = await self._submitter.submit(request.generate, scope, prefix="generate.", timeout_s=timeout_s)
@@ -115,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """A vector for each input."""
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         await self._check(lambda: check_embed(request), request)
         card, embedded = await self._embedder.embed(request, scope, timeout_s=scope.wire_timeout_s)
         scope.log_fields |= {"model": card.name, "inputs": len(embedded)}
@@ -157,7 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """End a request of the caller's own."""
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         check(request)
         outcome = await self._control.cancel(request.request_id, scope.caller)
         return pb.CancelResponse(found=outcome.num_ended > 0, num_unreachable_gateways=len(outcome.silent))

@@ -159,12 +159,12 @@ class OutputProcessor:
         return self.num_tokens - self._num_seen
 
     @property
-    def num_untold(self) -> int:
+    def num_undelivered(self) -> int:
         """Tokens that no piece has carried: their text is hidden, or held back."""
         return self.num_tokens - self._num_taken
 
     @property
-    def owes_prompt(self) -> bool:
+    def has_undelivered_prompt(self) -> bool:
         """Whether the prompt's log-probabilities are to be told, and the piece with the last of them was not taken."""
         return bool(self._format.prompt_ids) and not self._num_taken
 

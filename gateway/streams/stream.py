@@ -353,7 +353,7 @@ class OutputStream:
     def _waits_for_round(self) -> bool:
         if self._coalescer is None or self.state is not StreamState.RUNNING:
             return False
-        has_given = self.processor.num_untold < self.processor.num_tokens
+        has_given = self.processor.num_undelivered < self.processor.num_tokens
         return has_given and self._coalescer.holds(self.notifier)
 
     async def next(self) -> Piece | None:
@@ -383,7 +383,7 @@ class OutputStreams:
         a time."""
         while self._open:
             first = self._open.get(0)
-            turns = ((0, first),) if first and first.processor.owes_prompt else tuple(self._open.items())
+            turns = ((0, first),) if first and first.processor.has_undelivered_prompt else tuple(self._open.items())
             for index, stream in turns:
                 piece = stream.take()
                 if piece is not None:

@@ -14,14 +14,14 @@ import structlog
 from octavo.gateway.requests.tracker import PreparingRequest, RequestTracker, TrackedRequest
 from octavo.gateway.watching.window import Counts, LoadWindow, ModelCounts
 from octavo.gateway.workers.pool import WorkerPool
-from octavo.gateway.workers.queries import WorkerLook
+from octavo.gateway.workers.queries import WorkerDetails
 from octavo.v1 import load_pb2 as pb
 from octavo.wire.messages import OutputPhase
 from octavo.wire.peer_messages import GatewayPart, LoadPart, RequestPart
 
 log = structlog.get_logger(__name__)
-LOOK_TIMEOUT_S = 0.25  # a worker that takes longer is left out of this snapshot
-REST_S = 0.15  # between two looks
+DETAILS_TIMEOUT_S = 0.25  # a worker that takes longer is left out of this snapshot
+REST_S = 0.15  # between two queries
 FRESH_S = 2.5  # what workers said is not told any longer than that
 MAX_TENANTS = 100  # told by each gateway
 _PHASES = {
@@ -34,22 +34,22 @@ Held = dict[int, tuple[OutputPhase, int]]  # by handle: what an output does, and
 _FURTHEST_FIRST = (OutputPhase.DECODE, OutputPhase.PREFILL, OutputPhase.PAUSED, OutputPhase.QUEUED)
 
 
-class WorkerLooks:
+class WorkerDetailsCache:
     """What workers said of their blocks and of our outputs when they were asked last. They are asked while someone
     watches, and by one question for all who do."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._looks: dict[str, WorkerLook] = {}
+        self._details: dict[str, WorkerDetails] = {}
         self._held: Held = {}
         self._told_s = self._asked_s = self._wanted_s = float("-inf")
         self._wanted = self._asked = (0, 0)  # cells and outputs: what is wanted of late, what was asked for last
         self._task: asyncio.Task[None] | None = None
 
-    def of(self, worker_id: str, epoch: str) -> WorkerLook | None:
+    def of(self, worker_id: str, epoch: str) -> WorkerDetails | None:
         """None where it has not answered under this epoch, or not lately."""
-        look = self._looks.get(worker_id) if self._is_fresh() else None
-        return look if look is not None and look.epoch == epoch else None
+        details = self._details.get(worker_id) if self._is_fresh() else None
+        return details if details is not None and details.epoch == epoch else None
 
     def held(self) -> Held:
         """By handle, what an output does and how many blocks it holds, as far as workers have said so lately."""
@@ -71,7 +71,7 @@ class WorkerLooks:
         is_more = self._wanted[0] > self._asked[0] or self._wanted[1] > self._asked[1]
         if self._task is None and (is_more or now_s - self._asked_s >= REST_S):
             self._asked, self._asked_s = self._wanted, now_s
-            self._task = asyncio.create_task(self._ask(*self._wanted), name="look at workers")
+            self._task = asyncio.create_task(self._ask(*self._wanted), name="query workers")
             self._task.add_done_callback(self._answered)
         return self._task
 
@@ -85,9 +85,11 @@ class WorkerLooks:
         return time.monotonic() - self._told_s <= FRESH_S
 
     async def _ask(self, max_cells: int, max_outputs: int) -> None:
-        looks = await self._pool.look(max_cells=max_cells, max_outputs=max_outputs, timeout_s=LOOK_TIMEOUT_S)
-        self._looks = {look.worker_id: look for look in looks}
-        self._held = {name: held for look in looks for name, held in look.held.items()}
+        details = await self._pool.query_details(
+            max_cells=max_cells, max_outputs=max_outputs, timeout_s=DETAILS_TIMEOUT_S
+        )
+        self._details = {each.worker_id: each for each in details}
+        self._held = {name: held for each in details for name, held in each.held.items()}
         self._told_s = time.monotonic()
 
     def _answered(self, task: "asyncio.Task[None]") -> None:
@@ -140,7 +142,7 @@ class OwnLoad:
     """One per gateway, on its event loop."""
 
     def __init__(self, tracker: RequestTracker, pool: WorkerPool, window: LoadWindow) -> None:
-        self.looks = WorkerLooks(pool)
+        self.worker_details = WorkerDetailsCache(pool)
         self._tracker = tracker
         self._pool = pool
         self._window = window
@@ -148,14 +150,14 @@ class OwnLoad:
     def describe_to_peer(self, max_requests: int) -> GatewayPart:
         """For a gateway that is watched: it asks again soon, and finds the blocks of its requests then."""
         if max_requests:
-            self.looks.begin(max_cells=0, max_outputs=max_requests)
+            self.worker_details.begin(max_cells=0, max_outputs=max_requests)
         return self.describe(max_requests)
 
     def describe(self, max_requests: int) -> GatewayPart:
         """Now; blocks as workers have told them last. max_requests: to list, the oldest."""
         window_s, counts = self._window.read((), time.monotonic())
         total, models, tenants = _Tally(), defaultdict[str, _Tally](_Tally), defaultdict[str, _Tally](_Tally)
-        held = self.looks.held()
+        held = self.worker_details.held()
         for tracked in self._tracker:
             phase = _phase(tracked, held)
             tallies = [total, models[tracked.card.name]]
@@ -182,7 +184,7 @@ class OwnLoad:
         )
 
     def _requests(self, max_requests: int) -> tuple[RequestPart, ...]:
-        now_s, held = time.monotonic(), self.looks.held()
+        now_s, held = time.monotonic(), self.worker_details.held()
         tracked = [_request(each, held, now_s) for each in islice(self._tracker, max_requests)]
         left = max_requests - len(tracked)
         return (*tracked, *(_preparing_part(each, now_s) for each in self._tracker.preparing[:left]))

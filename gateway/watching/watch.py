@@ -20,7 +20,7 @@ from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.watching.part import MAX_TENANTS, OwnLoad
 from octavo.gateway.watching.window import LoadWindow, WorkerCounts, added, percentiles
 from octavo.gateway.workers.pool import WorkerPool
-from octavo.gateway.workers.queries import WorkerLook
+from octavo.gateway.workers.queries import WorkerDetails
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import load_pb2 as pb
 from octavo.wire.peer_messages import GatewayPart, LoadPart, RequestPart
@@ -52,7 +52,7 @@ class _Taken:
     outcome: Outcome
     workers: Sequence[WorkerView]
     lost: Sequence[tuple[WorkerView, float]]
-    looks: dict[str, WorkerLook] = field(default_factory=dict)
+    worker_details: dict[str, WorkerDetails] = field(default_factory=dict)
     window_s: float = 1.0
     worker_counts: dict[tuple[str, str], WorkerCounts] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class LoadWatch:
         """Who watch now."""
         return len(self._watchers)
 
-    def see(self, workers: Sequence[WorkerView]) -> None:
+    def update_workers(self, workers: Sequence[WorkerView]) -> None:
         """The workers now; about once a second, watched or not."""
         now_s = time.monotonic()
         self._window.sample(workers, now_s)
@@ -109,7 +109,7 @@ class LoadWatch:
         if self._gathering is not None:
             self._gathering.cancel()
             await asyncio.gather(self._gathering, return_exceptions=True)
-        await self.own.looks.close()
+        await self.own.worker_details.close()
 
     async def snapshots(self, control: Control, request: pb.WatchLoadRequest) -> Snapshots:
         """A snapshot at once, then one an interval, and one when workers come or go; each as it is when it is asked
@@ -170,12 +170,12 @@ class LoadWatch:
     async def _gather(self, control: Control) -> _Taken:
         max_requests = max((each.max_requests for each in self._watchers), default=0)
         max_cells = max((each.max_block_cells for each in self._watchers), default=0)
-        look = self.own.looks.refresh(max_cells=max_cells, max_outputs=max_requests)
-        outcome = await control.watch(max_requests, timeout_s=PEERS_TIMEOUT_S, meanwhile=look)
+        refresh = self.own.worker_details.refresh(max_cells=max_cells, max_outputs=max_requests)
+        outcome = await control.watch(max_requests, timeout_s=PEERS_TIMEOUT_S, meanwhile=refresh)
         now_s, workers = time.monotonic(), self._pool.workers()
         self._note_lost(workers, now_s)
         window_s, counts = self._window.read(workers, now_s)
-        looks = {each.worker_id: self.own.looks.of(each.worker_id, each.epoch) for each in workers}
+        details = {each.worker_id: self.own.worker_details.of(each.worker_id, each.epoch) for each in workers}
         return _Taken(
             max_requests=max_requests,
             max_cells=max_cells,
@@ -184,7 +184,7 @@ class LoadWatch:
             outcome=outcome,
             workers=sorted(workers, key=lambda each: each.worker_id),
             lost=[(view, now_s - since_s) for view, since_s in self._lost.values()],
-            looks={worker_id: look for worker_id, look in looks.items() if look is not None},
+            worker_details={key: each for key, each in details.items() if each is not None},
             window_s=window_s,
             worker_counts=dict(counts.workers),
         )
@@ -335,11 +335,11 @@ def _worker(view: WorkerView, taken: _Taken, max_cells: int) -> pb.WorkerSnapsho
     snapshot.prefill_tokens_per_s = counts.prefill_tokens / taken.window_s
     snapshot.generation_tokens_per_s = counts.generated_tokens / taken.window_s
     snapshot.steps_per_s = counts.num_steps / taken.window_s
-    look = taken.looks.get(view.worker_id)
-    if max_cells and look is not None and len(look.cells_C):
-        snapshot.blocks.num_shared = look.num_shared_blocks
-        snapshot.block_map.CopyFrom(pb.BlockMap(**_runs(look.cells_C, look.blocks_per_cell, max_cells)))
-    if max_cells and look is not None and (host := look.host) is not None:
+    details = taken.worker_details.get(view.worker_id)
+    if max_cells and details is not None and len(details.cells_C):
+        snapshot.blocks.num_shared = details.num_shared_blocks
+        snapshot.block_map.CopyFrom(pb.BlockMap(**_runs(details.cells_C, details.blocks_per_cell, max_cells)))
+    if max_cells and details is not None and (host := details.host) is not None:
         snapshot.host_blocks.CopyFrom(
             pb.HostKvBlocks(
                 num_blocks=host.num_blocks,

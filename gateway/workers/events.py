@@ -140,7 +140,7 @@ class BlockFeed:
         self._next_sequence = 0  # above all that subscriptions used that are over
         self._changes: list[tuple[str, BlockChange]] = []
 
-    def tell(self, salt: str, change: BlockChange) -> None:
+    def publish(self, salt: str, change: BlockChange) -> None:
         """A block of this salt changed; subscribers get the change with the next `flush`."""
         self._changes.append((salt, change))
 

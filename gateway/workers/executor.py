@@ -57,9 +57,13 @@ class Executor:
             match decision:
                 case Accept():
                     self._stats.registrations += 1
-                    self.outbox.tell(decision.peer, Welcome(gateway_id=self._gateway_id, epoch=decision.epoch))
+                    self.outbox.send_unconfirmed(
+                        decision.peer, Welcome(gateway_id=self._gateway_id, epoch=decision.epoch)
+                    )
                 case AskTokenizer():
-                    self.outbox.tell(decision.peer, NeedTokenizer(epoch=decision.epoch, digest=decision.digest))
+                    self.outbox.send_unconfirmed(
+                        decision.peer, NeedTokenizer(epoch=decision.epoch, digest=decision.digest)
+                    )
                 case Refuse():
                     self._refuse(decision)
                 case Watch():
@@ -88,7 +92,7 @@ class Executor:
     def _refuse(self, decision: Refuse) -> None:
         self._stats.refusals[decision.kind] += 1
         log.warning("worker_refused", kind=decision.kind, reason=decision.reason)
-        self.outbox.tell(decision.peer, Refused(epoch=decision.epoch, reason=decision.reason))
+        self.outbox.send_unconfirmed(decision.peer, Refused(epoch=decision.epoch, reason=decision.reason))
 
     def _start_watch(self, decision: Watch) -> None:
         record = self._registry.get(decision.incarnation)

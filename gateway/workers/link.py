@@ -255,7 +255,7 @@ class Outbox:
             return False
         return True
 
-    def tell(self, peer: Peer, message: Message) -> None:
+    def send_unconfirmed(self, peer: Peer, message: Message) -> None:
         """Send a message that the peer asks for again where it gets lost."""
         try:
             self._link.send(peer, message)

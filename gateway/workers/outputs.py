@@ -111,7 +111,7 @@ class Outputs:
         """The output, while it lives."""
         return self._by_name.get(name)
 
-    def await_first(self, output: Output, num_tokens: int) -> None:
+    def await_first_token(self, output: Output, num_tokens: int) -> None:
         """Its worker has to compute so many tokens of its prompt before it gives one."""
         output.num_awaited = num_tokens
         self.waiting_tokens[output.incarnation] += num_tokens

@@ -21,7 +21,7 @@ from octavo.gateway.workers.link import OnFrame, RouterLink
 from octavo.gateway.workers.migration import Migration
 from octavo.gateway.workers.outputs import Output, Outputs, new_output, num_prompt_tokens
 from octavo.gateway.workers.prefix_index import PrefixIndexes
-from octavo.gateway.workers.queries import Queries, WorkerLook, look_of
+from octavo.gateway.workers.queries import Queries, WorkerDetails, details_of
 from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
 from octavo.gateway.workers.router import candidates_of, choose
 from octavo.gateway.workers.stats import PoolStats
@@ -192,7 +192,7 @@ class WorkerPool:
         for output in outputs:
             self._outputs.add(output)
             self._registry.opened(record, now_s)
-        self._outputs.await_first(outputs[0], num_prompt_tokens(run) - worker.cached_tokens)
+        self._outputs.await_first_token(outputs[0], num_prompt_tokens(run) - worker.cached_tokens)
 
     # Cancels and pauses go with the output wherever it moves, and wait where no worker has it. Handles that are unknown
     # or have ended are ignored.
@@ -247,17 +247,16 @@ class WorkerPool:
         answers = await self._queries.ask(records, self._outbox.try_send, question, timeout_s=timeout_s)
         return [(record.worker_id, reply) for record, reply in answers]
 
-    async def look(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerLook]:
+    async def query_details(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerDetails]:
         """Ask every worker for a map of its blocks and for our outputs; those that answer in time, in order of their
         ids. Outputs go by the handles that were drawn for them, wherever they have moved since."""
         question = AdminQuery(query_id=0, max_cells=max_cells, max_outputs=max_outputs)
         answers = await self._queries.ask(self._registry, self._outbox.try_send, question, timeout_s=timeout_s)
-        looks = []
+        found = []
         for record, reply in answers:
-            look = look_of(record, reply, max_cells=max_cells, max_outputs=max_outputs)
-            held = self._outputs.by_name(record.incarnation, look.held)
-            looks.append(replace(look, held=held))
-        return looks
+            details = details_of(record, reply, max_cells=max_cells, max_outputs=max_outputs)
+            found.append(replace(details, held=self._outputs.by_name(record.incarnation, details.held)))
+        return found
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """Subscribe to the blocks of this salt that a model's workers have cached, and to every change. Raises

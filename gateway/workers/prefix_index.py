@@ -159,12 +159,12 @@ class PrefixIndex:
         if event.tier is _HOST or node in holding.on_host:
             self._place(node, holding, event.tier)
         if num_owners:
-            self._tell_tier(node, former_tier)
+            self._publish_tier_change(node, former_tier)
         else:
             salt = tree.salt_of(node)
             self._num_owned[salt] += 1
             if self._feed is not None and self._feed.is_followed:
-                self._feed.tell(salt, self._stored(node))
+                self._feed.publish(salt, self._stored(node))
         while len(tree) > self._max_nodes:
             oldest = tree.oldest_leaf
             for owner in [each for each in (*self._holdings.values(), *self._leaving) if each.hash_of.get(oldest)]:
@@ -178,7 +178,7 @@ class PrefixIndex:
             return False
         former_tier = self._tier(known)
         self._place(known, holding, event.tier)
-        self._tell_tier(known, former_tier)
+        self._publish_tier_change(known, former_tier)
         self._tree.touch((known,))
         return True
 
@@ -192,13 +192,13 @@ class PrefixIndex:
             holding.on_host ^= {node}
             self._tree.num_on_host[node] += 1 if is_on_host else -1
 
-    def _tell_tier(self, node: int, former: KvTier) -> None:
+    def _publish_tier_change(self, node: int, former: KvTier) -> None:
         """Followers who know no tiers have it in the end."""
         if self._feed is None or not self._feed.is_followed or self._tier(node) is former:
             return
         salt, block_id = self._tree.salt_of(node), self._tree.block_id[node]
-        self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=former))
-        self._feed.tell(salt, self._stored(node))
+        self._feed.publish(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=former))
+        self._feed.publish(salt, self._stored(node))
 
     def _disown(self, holding: Holding, node: int) -> None:
         """A node that this worker had, and has no name for any more."""
@@ -208,14 +208,14 @@ class PrefixIndex:
         holding.hash_of.pop(node)
         num_owners = tree.num_owners[node] = tree.num_owners[node] - 1
         if num_owners:
-            self._tell_tier(node, former)
+            self._publish_tier_change(node, former)
             return
         salt = tree.salt_of(node)
         self._num_owned[salt] -= 1
         if not self._num_owned[salt]:
             del self._num_owned[salt]
         if self._feed is not None and self._feed.is_followed:
-            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=tree.block_id[node], tier=former))
+            self._feed.publish(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=tree.block_id[node], tier=former))
         if not tree.num_children[node] and tree.prune(node):
             del self._roots[salt]
 

@@ -19,7 +19,7 @@ _PHASES = {int(phase): phase for phase in OutputPhase}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLook:
+class WorkerDetails:
     """What a worker said of its blocks and of this gateway's outputs, as far as it can be true.
 
     cells_C: uint8, states of octavo.v1.BlockState in order of the blocks' ids, each for blocks_per_cell blocks; empty
@@ -36,7 +36,7 @@ class WorkerLook:
     host: HostBlocks | None = None
 
 
-def look_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outputs: int) -> WorkerLook:
+def details_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outputs: int) -> WorkerDetails:
     """What is out of range, or more than was asked for, is left out."""
     num_blocks = record.capacity.num_blocks
     cells_C = np.frombuffer(reply.cells, np.uint8)
@@ -45,7 +45,7 @@ def look_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outp
     handles = np.frombuffer(reply.handles, "<i8").tolist()
     rows = zip(handles, reply.phases, np.frombuffer(reply.held_blocks, "<i4").tolist(), strict=True)
     believable = [row for row in rows if row[1] in _PHASES and 0 <= row[2] <= num_blocks][:max_outputs]
-    return WorkerLook(
+    return WorkerDetails(
         worker_id=record.worker_id,
         epoch=record.epoch,
         cells_C=cells_C,

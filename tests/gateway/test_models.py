@@ -155,15 +155,15 @@ async def test_workers_that_drain_and_requests_that_go_on_need_their_tokenizers(
         moments = itertools.count(time.monotonic(), 2 * KEPT_S)
         pool.set_views(worker_view(state=WorkerState.DRAINING))
         for now_s in itertools.islice(moments, 2):
-            served.gateway.ticker.keep_tokenizers(now_s)
+            served.gateway.ticker.refresh_tokenizers(now_s)
         assert models.is_loaded(model_card())
         pool.set_views()
-        served.gateway.ticker.keep_tokenizers(next(moments))
+        served.gateway.ticker.refresh_tokenizers(next(moments))
         assert models.is_loaded(model_card())
         pool.runs[0].finish()
         assert [message.WhichOneof("event") async for message in call][-1] == "finished"
         await served.until(lambda: len(served.gateway.tracker) == 0)
-        served.gateway.ticker.keep_tokenizers(next(moments))
+        served.gateway.ticker.refresh_tokenizers(next(moments))
         assert not models.is_loaded(model_card())
 
 

@@ -81,7 +81,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
     async def Generate(self, request: oe.GenerateRequest, context: Context) -> None:
         """PromptOutput where asked for, TokenOutputs, a GenerationFinished for each output; or one EngineError."""
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         metadata = read_metadata(context.invocation_metadata() or ())
         translated = await self._text.run_by_size(
             lambda: translate(request, metadata), num_bytes=request.ByteSize(), share=share_of(scope)

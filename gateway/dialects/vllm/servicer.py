@@ -98,7 +98,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         """Chunks of new ids, where asked for, and one Complete."""
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         translated = await self._translated(lambda: translate(request), request.ByteSize())
         try:
             tracked = await self._submit(translated, scope)
@@ -182,7 +182,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         """One prompt's vector."""
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         translated = await self._translated(lambda: translate_embed(request), request.ByteSize())
         try:
             card, embedded = await self._embedder.embed(translated, scope, timeout_s=scope.wire_timeout_s)

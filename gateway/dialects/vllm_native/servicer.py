@@ -65,7 +65,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
 
     async def _submit(self, request: vllm.GenerateRequest, context: Context) -> TrackedRequest:
         scope = current_rpc.get()
-        scope.name_by(request.request_id)
+        scope.adopt_request_id(request.request_id)
         check_rank(context.invocation_metadata() or ())
         translated = await self._text.run_by_size(
             lambda: translate(request), num_bytes=request.ByteSize(), share=share_of(scope)

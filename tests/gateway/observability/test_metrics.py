@@ -72,7 +72,7 @@ def test_a_method_of_another_dialect_has_its_endings_from_its_first_call(collect
 
 def test_a_model_has_its_series_when_its_worker_registers(collector: GatewayCollector) -> None:
     assert series(collector, "octavo_request_success_total") == {}
-    collector.see((worker_view(),))
+    collector.update_workers((worker_view(),))
     assert series(collector, "octavo_request_success_total") == {
         ("tiny", reason): 0 for reason in ("stop", "length", "tool_calls", "deadline")
     }

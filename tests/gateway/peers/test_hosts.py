@@ -169,7 +169,7 @@ async def test_metrics_tell_how_many_gateways_there_are_and_how_old_their_news_i
         served = gateways[0]
 
         def values() -> tuple[float | None, ...]:
-            served.gateway.ticker.take_gauges()
+            served.gateway.ticker.set_gauges()
             registry = registry_of(served.gateway.collector)
             names = ("octavo_gateway_peers", "octavo_gateway_peers_unreachable")
             return tuple(registry.get_sample_value(name) for name in names)
@@ -190,7 +190,7 @@ async def test_metrics_tell_what_was_lost_between_gateways(hosts: Hosts) -> None
     async with hosts(absent=(address(4),)) as (served, _):
 
         def lost() -> dict[str, float]:
-            served.gateway.ticker.take_gauges()
+            served.gateway.ticker.set_gauges()
             registry = registry_of(served.gateway.collector)
             name = "octavo_gateway_peer_losses_total"
             return {kind: registry.get_sample_value(name, {"lost": kind}) or 0.0 for kind in PEER_LOSSES}

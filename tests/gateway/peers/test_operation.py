@@ -288,14 +288,14 @@ def test_a_worker_that_left_is_shown_as_down_and_old_ones_are_forgotten() -> Non
         (family,) = [family for family in collector.collect() if family.name == "octavo_worker_up"]
         return {sample.labels["worker_id"]: sample.value for sample in family.samples}
 
-    collector.see((worker_view("w0"), worker_view("w1", state=WorkerState.DRAINING)))
+    collector.update_workers((worker_view("w0"), worker_view("w1", state=WorkerState.DRAINING)))
     assert up() == {"w0": 1, "w1": 0}
-    collector.see((worker_view("w2"),))
+    collector.update_workers((worker_view("w2"),))
     assert up() == {"w0": 0, "w1": 0, "w2": 1}
-    collector.see((worker_view("w0"),))
+    collector.update_workers((worker_view("w0"),))
     assert up() == {"w1": 0, "w2": 0, "w0": 1}
     for index in range(100):
-        collector.see((worker_view(f"x{index}"),))
+        collector.update_workers((worker_view(f"x{index}"),))
     assert len(up()) == 64
     assert up()["x99"] == 1
 

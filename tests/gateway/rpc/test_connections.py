@@ -227,7 +227,7 @@ async def test_a_connection_without_a_call_is_closed_though_it_answers_pings(ser
 
 
 async def test_a_crowd_is_thinned_out_told_once_and_counted(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.gateway.rpc.connections.EASED_AFTER_S", 0.2)
+    monkeypatch.setattr("octavo.gateway.rpc.connections.PRESSURE_OVER_S", 0.2)
     config = ConnectionConfig(max_connections=32, max_connections_per_peer=20)
     async with serve(listen_address="127.0.0.1:0", connection=config) as served:
         limiter: ConnectionLimiter = served.gateway._limiter

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.rpc.connections import Address, UnreadEndings, address_of
+from octavo.gateway.rpc.connections import Address, UnreadCalls, address_of
 from octavo.gateway.rpc.interceptor import StatusInterceptor
 from tests.support.http2.unread_caller import GENERATE, UnreadingCaller
 
@@ -38,7 +38,7 @@ class Talking(grpc.GenericRpcHandler):
 @dataclass
 class Served:
     port: int
-    endings: UnreadEndings
+    endings: UnreadCalls
     channel: grpc.aio.Channel
 
     async def is_open(self) -> bool:
@@ -63,14 +63,14 @@ class Served:
                 await asyncio.sleep(0.01)
 
 
-async def until_hung_up(endings: UnreadEndings) -> None:
+async def until_hung_up(endings: UnreadCalls) -> None:
     async with asyncio.timeout(30):
         while not endings.num_hung_up:
             await asyncio.sleep(0.01)
-            await endings.look()
+            await endings.close_unread()
 
 
-async def until_ended(endings: UnreadEndings, count: int) -> None:
+async def until_ended(endings: UnreadCalls, count: int) -> None:
     """So many calls have their status, and none of them is over."""
     async with asyncio.timeout(30):
         while sum(context.done() for context in endings.calls) < count:  # noqa: ASYNC110
@@ -84,7 +84,7 @@ async def until_closed(caller: UnreadingCaller) -> None:
 
 
 @asynccontextmanager
-async def serving(endings: UnreadEndings) -> AsyncIterator[Served]:
+async def serving(endings: UnreadCalls) -> AsyncIterator[Served]:
     server = grpc.aio.server(
         interceptors=(StatusInterceptor(GatewayMeters(), pushback_ms=7, open_calls=endings.calls),),
         maximum_concurrent_rpcs=PLACES,
@@ -100,7 +100,7 @@ async def serving(endings: UnreadEndings) -> AsyncIterator[Served]:
 
 
 async def test_a_caller_that_reads_no_ends_is_hung_up_and_keeps_no_other_out() -> None:
-    async with serving(UnreadEndings(max_unread=4, patience_s=0.0)) as served:
+    async with serving(UnreadCalls(max_unread=4, patience_s=0.0)) as served:
         assert await served.is_open()
         caller = await UnreadingCaller.connect(served.port)
         for _ in range(PLACES):
@@ -112,18 +112,18 @@ async def test_a_caller_that_reads_no_ends_is_hung_up_and_keeps_no_other_out() -
         await served.until_open()
         with pytest.raises(ConnectionError):
             await until_closed(caller)
-        await served.endings.look()
+        await served.endings.close_unread()
         assert served.endings.num_hung_up == 1
         with suppress(ConnectionError):
             await caller.close()
 
 
 async def test_a_few_unread_ends_are_left_to_be_read() -> None:
-    async with serving(UnreadEndings(max_unread=4, patience_s=0.0)) as served:
+    async with serving(UnreadCalls(max_unread=4, patience_s=0.0)) as served:
         caller = await UnreadingCaller.connect(served.port)
         streams = [caller.open(b"") for _ in range(4)]
         await until_ended(served.endings, 4)
-        await served.endings.look()
+        await served.endings.close_unread()
         for stream in streams:
             caller.take(stream, 1000)
         async with asyncio.timeout(30):
@@ -135,7 +135,7 @@ async def test_a_few_unread_ends_are_left_to_be_read() -> None:
 
 
 async def test_the_connections_with_the_most_unread_ends_go_first() -> None:
-    async with serving(UnreadEndings(max_unread=3, patience_s=0.0)) as served:
+    async with serving(UnreadCalls(max_unread=3, patience_s=0.0)) as served:
         modest, greedy = [await UnreadingCaller.connect(served.port) for _ in range(2)]
         kept = [modest.open(b"") for _ in range(2)]
         for _ in range(5):
@@ -154,7 +154,7 @@ async def test_the_connections_with_the_most_unread_ends_go_first() -> None:
 
 
 def test_patience_is_for_those_whose_status_is_on_its_way() -> None:
-    endings = UnreadEndings(max_unread=0, patience_s=2.0)
+    endings = UnreadCalls(max_unread=0, patience_s=2.0)
 
     class Call:
         def done(self) -> bool:

@@ -14,7 +14,7 @@ from octavo import AsyncClient, Client, Unavailable
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, RequestLimits
 from octavo.gateway.watching import part, watch
-from octavo.gateway.workers.queries import WorkerLook
+from octavo.gateway.workers.queries import WorkerDetails
 from octavo.gateway.workers.views import WorkerState
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -41,7 +41,7 @@ async def snapshot(served: Any, metadata: Any = None, **fields: Any) -> load.Wat
     raise AssertionError("no snapshot came")
 
 
-def look(worker_id: str = "w0", **changes: Any) -> WorkerLook:
+def look(worker_id: str = "w0", **changes: Any) -> WorkerDetails:
     fields: dict[str, Any] = {
         "worker_id": worker_id,
         "epoch": "e1",
@@ -50,7 +50,7 @@ def look(worker_id: str = "w0", **changes: Any) -> WorkerLook:
         "num_shared_blocks": 0,
         "held": {},
     }
-    return WorkerLook(**fields | changes)
+    return WorkerDetails(**fields | changes)
 
 
 async def test_a_snapshot_has_every_request_and_every_worker(serve: Any) -> None:
@@ -64,7 +64,7 @@ async def test_a_snapshot_has_every_request_and_every_worker(serve: Any) -> None
         begun = await snapshot(served, max_requests=10)
         assert [each.phase for each in begun.requests] == [load.REQUEST_PHASE_PREFILL]
         pool.runs[0].tokens([70, 71])
-        pool.looks = [look(held={1: (OutputPhase.DECODE, 7)})]
+        pool.details = [look(held={1: (OutputPhase.DECODE, 7)})]
         await asyncio.sleep(part.REST_S)
         found = await snapshot(served, max_requests=10)
         (row,) = found.requests
@@ -112,7 +112,7 @@ async def test_rates_and_percentiles_are_those_of_what_callers_got(serve: Any) -
 
 
 async def test_a_block_map_comes_in_runs_and_within_what_was_asked_for(serve: Any) -> None:
-    pool = FakePool(looks=[look(num_shared_blocks=2)])
+    pool = FakePool(details=[look(num_shared_blocks=2)])
     async with serve(pool) as served:
         (worker,) = (await snapshot(served, max_block_cells=64)).workers
         states = [load.BLOCK_STATE_ACTIVE, load.BLOCK_STATE_CACHED, load.BLOCK_STATE_FREE]
@@ -128,7 +128,7 @@ async def test_the_second_tier_arrives_with_the_map_and_only_where_there_is_one(
     host = HostBlocks(
         num_blocks=9, num_free=4, num_cached=1, num_swapped=3, blocks_per_cell=2, cells=bytes([4, 3, 3, 1, 1])
     )
-    pool = FakePool(views=[worker_view("w0"), worker_view("w1")], looks=[look(host=host), look("w1")])
+    pool = FakePool(views=[worker_view("w0"), worker_view("w1")], details=[look(host=host), look("w1")])
     async with serve(pool) as served:
         with_tier, without = (await snapshot(served, max_block_cells=64)).workers
         assert with_tier.host_blocks == load.HostKvBlocks(
@@ -145,7 +145,7 @@ async def test_the_second_tier_arrives_with_the_map_and_only_where_there_is_one(
 
 
 async def test_maps_of_a_former_life_and_of_the_silent_are_not_shown(serve: Any) -> None:
-    pool = FakePool(views=[worker_view("w0"), worker_view("w1", epoch="e2")], looks=[look("w1")])
+    pool = FakePool(views=[worker_view("w0"), worker_view("w1", epoch="e2")], details=[look("w1")])
     async with serve(pool) as served:
         found = await snapshot(served, max_block_cells=64)
         assert [each.HasField("block_map") for each in found.workers] == [False, False]
@@ -295,7 +295,7 @@ async def test_a_drain_ends_every_watch_with_a_last_snapshot(serve: Any) -> None
 
 
 async def test_watchers_share_what_is_asked_of_workers(serve: Any) -> None:
-    pool = FakePool(looks=[look()])
+    pool = FakePool(details=[look()])
     async with serve(pool) as served:
         calls = [served.load.WatchLoad(load.WatchLoadRequest(interval_s=60, max_requests=5)) for _ in range(8)]
         for each in calls:
@@ -424,7 +424,7 @@ async def test_an_embedding_is_shown_where_its_inputs_are(serve: Any) -> None:
             for figures in (found.total, found.models[0].figures):
                 counts = (figures.num_in_flight, figures.num_preparing, figures.num_waiting, figures.num_running)
                 assert counts == (1, 0, num_waiting, num_running)
-            served.gateway.ticker.take_gauges()
+            served.gateway.ticker.set_gauges()
             assert (meters.num_preparing, meters.num_waiting, meters.num_running) == (0, num_waiting, num_running)
             served.pool.runs[0].sink.on_started()
         told = (await served.admin.GetLoad(admin_pb2.GetLoadRequest())).gateways[0]

@@ -138,8 +138,8 @@ def test_a_lost_output_is_told_once() -> None:
 def test_a_worker_is_awaited_until_the_first_token_or_the_end(end: str) -> None:
     bench = Bench()
     first, second = (output for output in map(bench.outputs.get, (1, 2)) if output is not None)
-    bench.outputs.await_first(first, 100)
-    bench.outputs.await_first(second, 30)
+    bench.outputs.await_first_token(first, 100)
+    bench.outputs.await_first_token(second, 30)
     assert bench.outputs.waiting_tokens == {OURS: 130}
     for _ in range(2):
         if end == "token":

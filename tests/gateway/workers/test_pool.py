@@ -203,11 +203,11 @@ async def test_a_second_tier_is_told_of_where_it_can_be_true(
 ) -> None:
     worker = dial("w1")
     await worker.join(pool)
-    asked = asyncio.create_task(pool.look(max_cells=3, max_outputs=0, timeout_s=5.0))
+    asked = asyncio.create_task(pool.query_details(max_cells=3, max_outputs=0, timeout_s=5.0))
     query = await worker.expect(AdminQuery)
     await worker.send(AdminReply(epoch=worker.epoch, query_id=query.query_id, host=host))
-    (look,) = await asked
-    assert look.host == (host if is_believed else None)
+    (details,) = await asked
+    assert details.host == (host if is_believed else None)
 
 
 async def test_a_worker_can_be_asked_to_drain(pool: WorkerPool, dial: Dial) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from octavo.gateway.workers.events import BlockSubscription
 from octavo.gateway.workers.prefix_index import PrefixIndexes
-from octavo.gateway.workers.queries import WorkerLook
+from octavo.gateway.workers.queries import WorkerDetails
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import EmbeddingSink, OutputSink, WorkerState, WorkerView
 from octavo.wire.messages import AdminReply, Capacity, Finished, ModelCard, Run, TokenLogprobs, WireFinishReason
@@ -121,7 +121,7 @@ class FakePool:
     paces: list[tuple[str, int]] = field(default_factory=list)  # pauses and resumes, by handle
     queries: list[dict[str, object]] = field(default_factory=list)
     replies: list[tuple[str, AdminReply]] = field(default_factory=list)
-    looks: list[WorkerLook] = field(default_factory=list)
+    details: list[WorkerDetails] = field(default_factory=list)
     refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
     stats: PoolStats = field(default_factory=PoolStats)
     is_closed: bool = False
@@ -204,10 +204,10 @@ class FakePool:
         """As the real one."""
         self.prefixes.end_feeds()
 
-    async def look(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerLook]:
+    async def query_details(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerDetails]:
         """The canned ones."""
         self.queries.append({"max_cells": max_cells, "max_outputs": max_outputs})
-        return self.looks
+        return self.details
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
