@@ -58,12 +58,13 @@ log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
 _LOAD = "octavo.v1.LoadService"
 _PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _LOAD, _HEALTH)
-_END_S = 2.0  # for streams that were ended to write their status
+_END_S = 2.0  # for ended streams to write their status
 _POLL_S = 0.02
 
 
 class Gateway:
-    """Of one event loop. listen_address, model_addresses, admin_address, metrics_port, page_url: what was bound."""
+    """Everything that one gateway runs, on one event loop. The addresses, metrics_port, page_url: as bound by
+    `start`."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Gateway:
         renderer: Renderer | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """pool, renderer: for tests; made from the configuration otherwise. tracing: closed by the caller."""
+        """pool, renderer: made from the configuration unless a test passes its own. tracing: closed by the caller."""
         self.config = config
         self._tracing = tracing
         self.meters = GatewayMeters()
@@ -143,7 +144,7 @@ class Gateway:
         self._unread_calls = UnreadCalls()
 
     def is_ready(self) -> bool:
-        """Whether requests for all expected models could be answered now; where none is expected, for any."""
+        """Whether requests for every expected model (or, if none is expected, for any) could be answered now."""
         return not self.tracker.is_draining and self.models.are_ready(self.pool.cards())
 
     def _ready_models(self) -> dict[str, bool]:
@@ -151,8 +152,8 @@ class Gateway:
         return {name: is_open and self.models.is_ready(name, cards) for name in self.models.names(cards)}
 
     async def start(self) -> None:
-        """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's and the peers'
-        start raises; then all is closed."""
+        """Start everything. If that fails, everything is closed again. Raises AddressError, AccessFileError, OSError
+        (BindError included), and whatever the pool's and the peers' start raises."""
         try:
             await self._start()
         except BaseException:
@@ -213,7 +214,7 @@ class Gateway:
             self._start_page(config.page)
 
     def _start_page(self, config: PageConfig) -> None:
-        # Only where there is a page: its libraries cost every other gateway memory and time.
+        # Imported only if there is a page: its libraries would cost every other gateway memory and time.
         from octavo.gateway.page.calls import Method
         from octavo.gateway.page.server import Page
 
@@ -229,7 +230,8 @@ class Gateway:
         self.page_url = f"http://{join_host_port(host, self._page.port)}/"
 
     def _listen_at(self, address: str, *, setting: str, model: str = "") -> str:
-        """All that callers may call, at one more address; as it was bound. model: of requests that name none."""
+        """Serve everything that callers may use at one more address; returns it as bound. model: for requests that name
+        none."""
         config = self.config
         num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
         max_connections = max(1, self._limiter.limits.total // num_listeners)
@@ -245,7 +247,7 @@ class Gateway:
         self.readiness.attach(server)
         dialects = self._attach_dialects(server)
         reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
-        # The front's socket is closed to other users by the run directory; TLS would be of a name that it has not.
+        # The run directory keeps other users away from the front's socket, which has no name for a certificate to prove.
         tls = None if address == config.front_address else self.reloader.listener()
         bound = bind(server, config, address, tls, setting=setting)
         if not bound.startswith("unix:"):
@@ -267,7 +269,7 @@ class Gateway:
         return LoadServicer(self.load_watch, self.control, self.tracker)
 
     def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
-        """Names of the services that were added."""
+        """Returns the names of the services that were added."""
         if self.config.dialects is Dialects.NONE:
             return ()
         services = add_dialects(
@@ -314,7 +316,7 @@ class Gateway:
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:
-        """Health, models and load for the supervisor, on a socket in the run directory: closed to all but our user."""
+        """Health, models and load for the supervisor, on a socket that only this user can open."""
         server = new_server(self.config, self._new_interceptor(Authenticator()))
         model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
         load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
@@ -327,7 +329,7 @@ class Gateway:
         self.begin_drain(grace_s)
 
     def begin_drain(self, grace_s: float | None = None) -> None:
-        """Start to drain; `drained` is set when nothing is in flight any more. A second call changes nothing."""
+        """Start draining; `drained` is set once nothing is in flight. A second call has no effect."""
         if self._drain_task is None:
             grace_s = self.config.drain_grace_s if grace_s is None else grace_s
             self._drain_task = asyncio.create_task(self._drain(grace_s), name="drain")
@@ -356,7 +358,7 @@ class Gateway:
         return True
 
     async def stop(self) -> None:
-        """At once; streams that are still open end with DRAINING. Idempotent."""
+        """Stop at once; streams that are still open end with DRAINING. Idempotent."""
         self.tracker.is_draining = True
         if self.tracker.fail_all(Draining("this gateway shuts down")):
             await self._empty_within(_END_S)
@@ -390,7 +392,7 @@ class Gateway:
 
 
 def _name_of(config: GatewayConfig) -> str:
-    """What people and other gateways call it: after where it is reached, by them or by its workers."""
+    """The gateway's name for people and peers: the address at which they, or else its workers, reach it."""
     endpoints = (config.peers.endpoint, *config.workers.endpoints)
     return next((name_of(each) for each in endpoints if each), "gateway")
 

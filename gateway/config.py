@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 
 class Exposure(Enum):
-    """Who may reach the listeners in plain text. With TLS any address may be bound."""
+    """Who may reach the listeners in plain text. With TLS, any address may be bound."""
 
     LOOPBACK_ONLY = "loopback-only"  # any other address refuses to bind
     INSECURE = "insecure"  # plain text on any address: an explicit choice
@@ -28,7 +28,7 @@ class PortSharing(Enum):
 
 
 class Dialects(Enum):
-    """Services beside octavo.v1 on the same port."""
+    """Which services besides octavo.v1 are served on the same port."""
 
     INSTALLED = "installed"  # all of them; VllmEngine where its stubs are (extra `vllm-dialect`)
     NONE = "none"
@@ -44,8 +44,8 @@ class LogFormat(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Of one rendering of a chat, or check of a constraint. wall_s: for a process that gets no CPU. memory_bytes:
-    beyond an idle process's."""
+    """Limits on rendering one chat, or checking one constraint. wall_s: includes time without a CPU. memory_bytes:
+    beyond what an idle process takes."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0
@@ -77,8 +77,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionConfig:
-    """HTTP/2 keepalive, and how many connections there may be: a client that vanished is noticed after
-    time + timeout."""
+    """HTTP/2 keepalive and limits on connections. A vanished client is noticed after time + timeout."""
 
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 10.0

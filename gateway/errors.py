@@ -33,11 +33,11 @@ class RequestError(Exception):
 
 
 class NamesFields(Exception, ABC):
-    """What errors of a request share that say which fields they are about, by their paths."""
+    """An error that names request fields, whose paths can be translated to another contract's."""
 
     @abstractmethod
     def with_paths(self, path_of: Callable[[str], str]) -> "NamesFields":
-        """The same with the paths of another contract. path_of: theirs for one of ours."""
+        """The same error with another contract's paths. path_of: maps an octavo.v1 path to theirs."""
 
 
 class InvalidRequest(RequestError, NamesFields):
@@ -64,7 +64,7 @@ class MalformedMessage(RequestError):
 
 
 class ExceedsCapacity(RequestError, NamesFields):
-    """The request can never fit, even alone. field: the one that asks for too much; empty where it is no single one."""
+    """The request can never fit, even alone. field: the one that asks for too much; empty if it is not a single one."""
 
     def __init__(self, description: str, *, field: str = "") -> None:
         super().__init__(f"{field}: {description}" if field else description)
@@ -80,7 +80,7 @@ class ModelNotFound(RequestError):
 
 
 class DuplicateRequest(RequestError):
-    """The id is in flight."""
+    """A request with this id is already in flight."""
 
 
 class QueueFull(RequestError):
@@ -96,7 +96,7 @@ class PermissionDenied(RequestError):
 
 
 class TenantLimit(RequestError):
-    """The caller's tenant has reached its own limit. retry_after_ms: when there is room again, None for unknown."""
+    """The caller's tenant has reached its own limit. retry_after_ms: until there is room again; None if unknown."""
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ class WorkerStalled(RequestError):
 
 
 class Draining(RequestError):
-    """This gateway, or the worker, shuts down."""
+    """This gateway, or the worker, is shutting down."""
 
 
 class DeadlinePassed(RequestError):
@@ -148,15 +148,15 @@ class ConstraintFailed(RequestError):
 
 
 class ScaleRefused(RequestError):
-    """The number of a model's workers cannot be changed here, or not to that."""
+    """The number of a model's workers cannot be changed here, or not to the number asked for."""
 
 
 class NotOffered(RequestError):
-    """The method is one of another contract's that is not here."""
+    """A method of another contract that is not implemented here."""
 
 
 class NotEnabled(RequestError):
-    """The same of a method that other servers have only where they were started with what it needs."""
+    """A method of another contract that its own servers offer only if started with the feature it needs."""
 
 
 class RequestNotFound(RequestError):
@@ -168,8 +168,8 @@ class InternalDefect(RequestError):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error, or an InternalDefect for what is no Exception, so that whoever takes all of those takes it too:
-    libraries in Rust raise their panics so (pyo3), for instance where no thread can be started."""
+    """The error, or an InternalDefect for a BaseException that is not an Exception, so that handlers of Exception see
+    it: libraries in Rust (pyo3) raise panics that way, for instance if a thread cannot be started."""
     if isinstance(error, Exception):
         return error
     defect = InternalDefect(f"{type(error).__name__}: {error}")
@@ -265,13 +265,13 @@ def row_of(error: Exception) -> ErrorRow:
 
 
 def from_reason(reason: str, detail: str) -> RequestError:
-    """The error that a worker, or the pool, reported by name; a name that they may not use is our defect."""
+    """The error that a worker, or the pool, reported by name. An unlisted name is a defect of ours."""
     kind = _BY_REASON.get(reason, InternalDefect)
     return kind(detail or f"the worker reported {reason}")
 
 
 def error_of(finished: Finished) -> RequestError | None:
-    """Of an output that a worker ended; None where it is complete."""
+    """The error of an output that a worker ended; None if the output is complete."""
     if finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH):
         return None
     known = {WireFinishReason.DEADLINE: "DEADLINE", WireFinishReason.CANCELLED: "ABORTED"}

@@ -30,16 +30,16 @@ def _key_of(card: ModelCard) -> _TextKey:
 
 
 def check_same(card: ModelCard, worker: WorkerView) -> None:
-    """Whether the worker that was chosen has the model that a request was prepared for. Raises NoWorker."""
+    """Raises NoWorker if the chosen worker no longer has the model that the request was prepared for."""
     if worker.card != card:
         raise NoWorker(card.name, f"model {card.name!r} was replaced by another of its name: send the request again")
 
 
 class ServedModels:
-    """Owns the loading tasks. Every method on the event loop."""
+    """Owns the tasks that load tokenizers. Every method on the event loop."""
 
     def __init__(self, expected: Iterable[str] = ()) -> None:
-        """expected: names of the models that the service is to have; none: those that workers bring."""
+        """expected: names of the models that the service should have; empty: whatever workers bring."""
         self.expected = tuple(dict.fromkeys(expected))
         self._texts: dict[_TextKey, ModelText | UnsupportedTokenizer] = {}
         self._files: dict[str, Mapping[str, bytes]] = {}  # by digest
@@ -55,7 +55,7 @@ class ServedModels:
         self._callbacks.append(callback)
 
     def on_model(self, card: ModelCard, files: Mapping[str, bytes]) -> None:
-        """A model became ready at a worker (again)."""
+        """A model became ready at a worker, perhaps not for the first time."""
         self._seen.add(card.name)
         self._files[card.tokenizer_digest] = files
         key = _key_of(card)
@@ -87,8 +87,8 @@ class ServedModels:
             callback()
 
     def retry_failed(self, used: Iterable[ModelCard], now_s: float) -> None:
-        """Load again what could not be loaded for want of a thread or of memory, say: after a second, then after twice
-        as long each time, at most a minute. used: the models of all workers. now_s: monotonic."""
+        """Retry loads that failed, for instance for want of a thread or memory: after one second, then with delays that
+        double up to a minute. used: the models of all workers. now_s: monotonic."""
         for card in used:
             key = _key_of(card)
             if key not in self._failures or key in self._loading:
@@ -99,8 +99,8 @@ class ServedModels:
                 self._begin(key, card.name)
 
     def drop_unused(self, used: Iterable[ModelCard], now_s: float) -> None:
-        """Forget tokenizers and files that were not used for `KEPT_S`. used: the models of
-        all workers and live requests. now_s: monotonic."""
+        """Forget tokenizers and files unused for `KEPT_S`. used: the models of all workers and live requests. now_s:
+        monotonic."""
         used_keys = {_key_of(card) for card in used}
         for key in tuple(self._texts):
             if key in used_keys:
@@ -114,11 +114,11 @@ class ServedModels:
         self._files = {digest: files for digest, files in self._files.items() if digest in digests}
 
     def is_loaded(self, card: ModelCard) -> bool:
-        """Whether requests for the model can be answered (with text, or at least with ids)."""
+        """Whether requests for the model can be answered, with text or at least with ids."""
         return _key_of(card) in self._texts
 
     def text_of(self, card: ModelCard) -> ModelText:
-        """Raises UnsupportedTokenizer; NoWorker while it is being loaded."""
+        """The model's tokenizer and templates. Raises UnsupportedTokenizer, and NoWorker while it is being loaded."""
         text = self._texts.get(_key_of(card))
         if text is None:
             raise NoWorker(card.name)
@@ -127,7 +127,7 @@ class ServedModels:
         return text
 
     def token_texts(self, card: ModelCard) -> tuple[bytes, ...]:
-        """The text of each token; empty for a model that takes and gives ids only. Raises NoWorker."""
+        """The bytes of each token; empty for a model that takes and gives ids only. Raises NoWorker."""
         try:
             return self.text_of(card).table.all_bytes
         except UnsupportedTokenizer:
@@ -141,11 +141,11 @@ class ServedModels:
         return files
 
     def names(self, cards: Mapping[str, ModelCard]) -> list[str]:
-        """Of all models that there are, were, or are to be. cards: of those that workers are ready for."""
+        """Names of all models that are, were or should be served. cards: of those that workers are ready for."""
         return sorted({*self.expected, *self._seen, *cards})
 
     def are_ready(self, cards: Mapping[str, ModelCard]) -> bool:
-        """Whether all expected models are ready; where none is expected, whether any is."""
+        """Whether all expected models are ready; if none is expected, whether any is."""
         if self.expected:
             return all(self.is_ready(name, cards) for name in self.expected)
         return any(map(self.is_loaded, cards.values()))
@@ -157,8 +157,8 @@ class ServedModels:
     def resolve(
         self, name: str, cards: Mapping[str, ModelCard], registered: Collection[str] = (), *, path: str = "model"
     ) -> ModelCard:
-        """The card that a request means. registered: names of the models that workers are not ready for. path: of the
-        field that names it. Raises NoWorker, ModelNotFound, InvalidRequest."""
+        """The card of the model that a request names. registered: names of models whose workers are not ready yet.
+        path: of the field that names the model. Raises NoWorker, ModelNotFound, InvalidRequest."""
         if name in cards:
             return cards[name]
         if name:
@@ -176,11 +176,11 @@ class ServedModels:
         return next(iter(cards.values()))
 
     def card_of(self, name: str, pool: WorkerPool, *, path: str = "model") -> ModelCard:
-        """The same, by the workers that the pool has now."""
+        """`resolve` against the workers that the pool has now."""
         cards = pool.cards()
         registered = {worker.card.name for worker in pool.workers()} if name and name not in cards else ()
         return self.resolve(name, cards, registered, path=path)
 
     async def close(self) -> None:
-        """Wait for what is loading. Idempotent."""
+        """Wait for loads in progress. Idempotent."""
         await asyncio.gather(*self._loading.values(), return_exceptions=True)

@@ -33,11 +33,11 @@ _STATM = Path("/proc/self/statm")
 
 
 class GarbageWatch:
-    """Collects unreachable objects when memory grows. num_collections: how often it had grown enough.
+    """Collects unreachable objects when memory grows. num_collections: how often growth triggered one.
 
-    A call that ends before its message came leaves a reference cycle in grpc.aio that holds all of its metadata: some
-    objects, and as many bytes as its caller sent. Python's collector counts objects only, and ours counts to a high
-    number, so that hostile callers could leave gigabytes before it runs.
+    A call that ends before its message arrived leaves a reference cycle in grpc.aio that holds all of its metadata: a
+    few objects, but as many bytes as its caller sent. Python's collector only counts objects, and this process sets its
+    threshold high, so that hostile callers could pile up gigabytes before it runs.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class GarbageWatch:
         growth_bytes: int = GROWTH_BYTES,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """rss_bytes: without what is known to be in use. is_busy: callers would feel a collection, which waits then
-        until memory has grown BUSY_GROWTH times as much."""
+        """rss_bytes: resident memory, less what is known to be in use. is_busy: while true, a collection would delay
+        callers, and waits until memory has grown BUSY_GROWTH times as much."""
         self._rss_bytes = rss_bytes or resident_bytes
         self._growth_bytes = growth_bytes
         self._is_busy = is_busy
@@ -57,8 +57,8 @@ class GarbageWatch:
         self.num_collections = 0
 
     def collect_if_grown(self) -> bool:
-        """Collect if memory has grown since the last collection, or since it was least, and twice more some looks
-        later; whether it was done."""
+        """Collect if memory has grown since the last collection, or since its minimum, and twice more a few calls
+        later. Returns whether it collected."""
         now = self._rss_bytes()
         self._base = min(self._base, now)
         if self._is_busy() and now - self._base < BUSY_GROWTH * self._growth_bytes:
@@ -90,12 +90,13 @@ class GarbageWatch:
 
 
 def garbage_watch(tracker: RequestTracker, pool: WorkerPool) -> GarbageWatch:
-    """Of a gateway. The index of prefixes grows to many times GROWTH_BYTES while streams run, and is no garbage."""
+    """The GarbageWatch of a gateway. The prefix index grows to many times GROWTH_BYTES while streams run, and is not
+    garbage."""
     return GarbageWatch(lambda: resident_bytes() - pool.index_bytes, is_busy=lambda: len(tracker) > 0)
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say (then nothing is ever collected early)."""
+    """Resident memory of this process; 0 if the system does not say (then nothing is ever collected early)."""
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -103,14 +104,14 @@ def resident_bytes() -> int:
 
 
 def release_freed_memory() -> None:
-    """Freed memory to the system, where the C library can (glibc)."""
+    """Return freed memory to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 async def measure_loop_lag(meters: GatewayMeters) -> None:
-    """How much later than asked timers fire."""
+    """Record how much later than asked timers fire, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + LAG_INTERVAL_S
@@ -119,7 +120,7 @@ async def measure_loop_lag(meters: GatewayMeters) -> None:
 
 
 class Ticker:
-    """Sets gauges, ends stalled writers, drops unused tokenizers, logs the load. One per gateway."""
+    """Sets gauges, ends stalled writers, refreshes tokenizers, logs the load. One per gateway."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class Ticker:
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def set_gauges(self) -> None:
-        """Set the gauges."""
+        """Set the meters that are sampled rather than counted, and pass on the workers as they are now."""
         meters, num_entered = self._meters, self._tracker.admission.counts().num_entered
         num_sent, meters.num_running = self._tracker.at_workers()
         meters.num_waiting, meters.num_preparing = num_sent - meters.num_running, num_entered - num_sent
@@ -161,14 +162,13 @@ class Ticker:
         self._load_watch.update_workers(workers)
 
     def refresh_tokenizers(self, now_s: float) -> None:
-        """Drop the tokenizers of models that no worker and no request has had for a while, and load again what could
-        not be loaded."""
+        """Drop the tokenizers of models unused for a while, and retry those that failed to load."""
         cards = [worker.card for worker in self._pool.workers()]
         self._models.retry_failed(cards, now_s)
         self._models.drop_unused(cards + [tracked.card for tracked in self._tracker], now_s)
 
     async def report(self) -> None:
-        """One line every ten seconds while there is something to report."""
+        """Log a line every ten seconds while there is something to report."""
         last_s, last_prompt, last_generation = time.monotonic(), 0, 0
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)

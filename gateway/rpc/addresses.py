@@ -12,14 +12,14 @@ class AddressError(ValueError):
 
 
 class BindError(OSError):
-    """An address that cannot be listened at. setting: the flags that it comes from."""
+    """An address that cannot be bound. setting: the flags that it comes from."""
 
     def __init__(self, setting: str, address: str) -> None:
         super().__init__(f"{setting} {address} cannot be bound: {_why_not(address)}")
 
 
 def _why_not(address: str) -> str:
-    """gRPC keeps the reason for itself."""
+    """The reason that binding fails: gRPC does not report it."""
     guess = "is another process listening there?"
     if address.startswith("unix:"):
         return guess
@@ -36,7 +36,7 @@ def _why_not(address: str) -> str:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """("127.0.0.1", 9090) of "127.0.0.1:9090"; brackets of IPv6 removed. Raises AddressError."""
+    """("127.0.0.1", 9090) for "127.0.0.1:9090"; brackets around IPv6 are removed. Raises AddressError."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise AddressError(f"{address!r} is not host:port")
@@ -49,7 +49,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def num_addresses_of(address: str) -> int:
-    """How many listeners gRPC makes of it: one for each address that the host's name has."""
+    """How many listeners gRPC opens for it: one for each address that the host name resolves to."""
     if address.startswith("unix:"):
         return 1
     host, port = split_host_port(address)
@@ -68,8 +68,8 @@ def is_local(address: str) -> bool:
 
 
 def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
-    """Raises AddressError where plain text would leave this host without permission. setting: the flags
-    that the address comes from, for the message."""
+    """Raises AddressError if plain text would be reachable from other hosts without permission. setting: the flags that
+    the address comes from, for the message."""
     _check_reach(
         address,
         exposure,
@@ -80,7 +80,7 @@ def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
 
 
 def check_plain(address: str, exposure: Exposure, *, setting: str) -> None:
-    """The same for what is plain HTTP whatever certificates there are. Raises AddressError."""
+    """`check_exposure` for plain HTTP, which certificates do not protect. Raises AddressError."""
     _check_reach(
         address,
         exposure,
@@ -90,7 +90,7 @@ def check_plain(address: str, exposure: Exposure, *, setting: str) -> None:
 
 
 def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setting: str) -> None:
-    """Raises AddressError where other hosts could administer this one without an API key."""
+    """Raises AddressError if other hosts could administer this gateway without an API key."""
     if not access.knows_callers:
         _check_reach(
             address,
@@ -102,6 +102,6 @@ def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setti
 
 
 def _check_reach(address: str, exposure: Exposure, setting: str, objection: str) -> None:
-    """Raises AddressError where other hosts can reach the address and that is not allowed."""
+    """Raises AddressError if other hosts can reach the address and that is not allowed."""
     if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
         raise AddressError(f"{setting} {address} can be reached from other hosts, and {objection}")

@@ -45,11 +45,11 @@ MAX_RESERVED = 512  # descriptors for files, workers, scrapers, administration
 MAX_BY_DEFAULT = 8192  # idle ones take some 20 KiB each
 INTERVAL_S = 0.25
 PRESSED_INTERVAL_S = 0.05
-REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
-PRESSURE_OVER_S = 5.0  # without a connection closed here
+REST_PER_WORK = 19.0  # so that examining sockets takes a twentieth of one core at most
+PRESSURE_OVER_S = 5.0  # without closing a connection
 COUNT_MAX_AGE_S = 5.0
-MAX_UNREAD = 512  # below what the server lets in besides requests in flight: these calls keep no others out
-PATIENCE_S = 2.0  # how long a status may be on its way before it counts as unread
+MAX_UNREAD = 512  # below the server's room besides requests in flight, so that they keep no others out
+PATIENCE_S = 2.0  # how long a status may take before it counts as unread
 UNREAD_INTERVAL_S = 0.5
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -60,8 +60,8 @@ class TooFewDescriptors(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Of one listener. total: more are closed at once. kept: above it others are closed, so that new ones find
-    room. per_peer: of one address, requests in flight or not."""
+    """Limits of one listener. total: connections beyond it are closed on arrival. kept: beyond it, idle ones are closed
+    to make room for new ones. per_peer: connections from one address, with or without requests."""
 
     total: int
     per_peer: int
@@ -73,12 +73,12 @@ class ConnectionLimits:
 
 
 def num_reserved(num_descriptors: int) -> int:
-    """Descriptors that callers' connections must leave."""
+    """Descriptors that must stay free of callers' connections."""
     return min(MAX_RESERVED, num_descriptors // 2)
 
 
 def connection_limits(config: ConnectionConfig, num_descriptors: int) -> ConnectionLimits:
-    """What the settings say, within what the process may open. Raises TooFewDescriptors."""
+    """The configured limits, reduced to what the process may open. Raises TooFewDescriptors."""
     if num_descriptors < MIN_DESCRIPTORS:
         raise TooFewDescriptors(
             f"ulimit -n is {num_descriptors}: a gateway needs at least {MIN_DESCRIPTORS} file descriptors"
@@ -103,21 +103,21 @@ def descriptor_limit() -> int:
 
 
 class Address(NamedTuple):
-    """Of the other end of a TCP connection."""
+    """The other end of a TCP connection."""
 
     host: str
     port: int
 
 
 class Connection(NamedTuple):
-    """One that was accepted. inode: of its socket, a later one's is mostly greater."""
+    """An accepted connection. inode: of its socket; later sockets mostly have greater ones."""
 
     address: Address
     inode: int
 
 
 def address_of(peer: str) -> Address | None:
-    """What gRPC calls a peer (``ipv4:127.0.0.1:80``, ``ipv6:%5B::1%5D:80``), as sockets name it. None for others."""
+    """The address in gRPC's name for a peer (``ipv4:127.0.0.1:80``, ``ipv6:%5B::1%5D:80``); None for other kinds."""
     scheme, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -126,7 +126,7 @@ def address_of(peer: str) -> Address | None:
 
 
 def connections_at(*ports: int) -> list[Connection]:
-    """This process's accepted connections of local ports."""
+    """This process's accepted connections at local ports."""
     found = []
     for connection in _own_connections():
         address, local_port = _ends(connection)
@@ -136,7 +136,7 @@ def connections_at(*ports: int) -> list[Connection]:
 
 
 def hang_up(addresses: Collection[Address]) -> int:
-    """Shut down this process's connections to these; how many."""
+    """Shut down this process's connections to these addresses. Returns how many."""
     num_hung_up = 0
     for connection in _own_connections():
         if _ends(connection)[0] in addresses:
@@ -149,7 +149,8 @@ def hang_up(addresses: Collection[Address]) -> int:
 
 
 def _own_connections() -> Iterator[socket.socket]:
-    """Duplicates, each open while it is looked at, so that its number cannot become another connection's."""
+    """Duplicates of this process's sockets, each held open while it is examined, so that its descriptor cannot be
+    reused for another connection meanwhile."""
     for name in os.listdir(_DESCRIPTORS):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -167,7 +168,7 @@ def _own_connections() -> Iterator[socket.socket]:
 
 
 def _ends(connection: socket.socket) -> tuple[Address | None, int]:
-    """The address of the other end, and the port of this one. None where it is no TCP connection, or not any more."""
+    """The remote address and the local port; (None, 0) if it is not a TCP connection, or no longer one."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None, 0
     try:
@@ -178,7 +179,7 @@ def _ends(connection: socket.socket) -> tuple[Address | None, int]:
 
 
 def _plain(host: str) -> str:
-    """One spelling of an address: that of IPv4 where it is one."""
+    """One spelling for an address: IPv4 if it is an IPv4-mapped one."""
     if host.count(".") == 3 and ":" not in host:
         return host
     try:
@@ -189,13 +190,13 @@ def _plain(host: str) -> str:
 
 
 class ConnectionUse(Protocol):
-    """Which connections are used. One is named by its peer, as gRPC has it."""
+    """Tells which connections are used. A connection is named by gRPC's name of its peer."""
 
     def busy(self) -> list[str]:
-        """Those with requests in flight."""
+        """Connections with requests in flight."""
 
     def used(self) -> list[str]:
-        """Those that had one, the latest last."""
+        """Connections that have had a request, most recent last."""
 
 
 # ---------------------------------------------------------------- too many
@@ -216,9 +217,9 @@ def choose(
     used: Mapping[Address, int],
     seen: Mapping[Address, int],
 ) -> dict[Address, Reason]:
-    """Connections to close. used: rank of those that had a request, the latest the greatest. seen: when each was seen
-    first. Where one address has too many, those with requests in flight are closed too, but last, and of these the
-    latest first. Where there are too many of all, only those without requests are: what is served is bounded
+    """The connections to close. used: ranks of those that have had a request, highest for the most recent. seen: when
+    each was first seen. If one address has too many, its connections with requests in flight are closed too, but last,
+    newest first. If there are too many in total, only those without requests are closed: requests are limited
     elsewhere."""
 
     def worth(connection: Connection) -> tuple[int, int, int]:
@@ -243,8 +244,8 @@ def choose(
 
 
 class ConnectionLimiter:
-    """Keeps one listener within its limits. closed: connections closed here, by reason; all reasons are there from the
-    start. Run it as a task."""
+    """Keeps the listeners within their limits; run it as a task. closed: connections closed here, by reason (all
+    reasons present from the start)."""
 
     def __init__(self, limits: ConnectionLimits, use: ConnectionUse) -> None:
         self.limits = limits
@@ -253,18 +254,18 @@ class ConnectionLimiter:
         self._ports: tuple[int, ...] = ()
         self._seen: dict[Address, int] = {}
         self._num_passes = 0
-        self._pressed_since: tuple[float, int] | None = None  # when, and how many had been closed before
+        self._pressed_since: tuple[float, int] | None = None  # when it began, and how many had been closed by then
         self._last_closed_s = 0.0
         self._counted: tuple[float, int] = (-COUNT_MAX_AGE_S, 0)
 
     def watch(self, port: int) -> None:
-        """Connections that were accepted at this port too; the limits are of all ports together. Where the system does
-        not show a process its sockets, gRPC's own bounds are all there is."""
+        """Include connections accepted at this port; the limits apply to all ports together. If the system does not
+        show a process its sockets, only gRPC's own limits hold."""
         if os.path.isdir(_DESCRIPTORS):
             self._ports = (*self._ports, port)
 
     def num_open(self) -> int:
-        """Connections now, or a few seconds ago. Any thread."""
+        """Open connections, as of at most a few seconds ago. Any thread."""
         counted_s, num_open = self._counted
         if self._ports and time.monotonic() - counted_s >= COUNT_MAX_AGE_S:
             num_open = len(connections_at(*self._ports))
@@ -275,13 +276,13 @@ class ConnectionLimiter:
         """Until cancelled."""
         while True:
             start_s, num_closed = time.monotonic(), 0
-            with contextlib.suppress(OSError):  # another caller has taken the last descriptor
+            with contextlib.suppress(OSError):  # no descriptor was free for a moment
                 num_closed = await self.close_excess() if self._is_suspicious() else 0
             pause_s = PRESSED_INTERVAL_S if num_closed else INTERVAL_S
             await asyncio.sleep(max(pause_s, REST_PER_WORK * (time.monotonic() - start_s)))
 
     async def close_excess(self) -> int:
-        """Close what is too much; how many."""
+        """Close connections beyond the limits. Returns how many."""
         if not self._ports:
             return 0
         chosen = await asyncio.to_thread(self._hang_up, self._ports, self._use.busy(), self._use.used())
@@ -290,7 +291,8 @@ class ConnectionLimiter:
         return len(chosen)
 
     def _is_suspicious(self) -> bool:
-        """Whether there may be too many: a connection is a descriptor, and counting those costs next to nothing."""
+        """Whether there may be too many: counting descriptors, of which each connection has one, costs next to
+        nothing."""
         if self._ports and num_descriptors() > min(self.limits.per_peer, self.limits.kept):
             return True
         self._seen.clear()
@@ -298,7 +300,7 @@ class ConnectionLimiter:
         return False
 
     def _hang_up(self, ports: tuple[int, ...], busy: list[str], used: list[str]) -> dict[Address, Reason]:
-        """In a thread."""
+        """In a thread: choose and close connections. Returns those that were closed."""
         connections = connections_at(*ports)
         self._num_passes += 1
         self._seen = {address: self._seen.get(address, self._num_passes) for address, _ in connections}
@@ -314,7 +316,7 @@ class ConnectionLimiter:
         return chosen
 
     def _log_pressure(self, chosen: Mapping[Address, Reason]) -> None:
-        """One line in the log when the pressure begins and one when it is over, not one for each connection."""
+        """Log when closing begins and when it is over, not each connection."""
         now_s, num_closed = time.monotonic(), self.closed.total()
         if chosen:
             self._last_closed_s = now_s
@@ -349,8 +351,8 @@ OpenCalls = dict[Context, None]
 
 
 class UnreadCalls:
-    """Closes connections of callers that leave too many ends of calls unread. One per gateway, on all listeners of
-    callers. calls: those that have begun and are not over; the interceptor keeps it. Times are monotonic seconds."""
+    """Closes connections of callers that leave too many finished calls unread. One per gateway, for all listeners that
+    callers use. calls: begun and not over; kept by the interceptor. Times are monotonic seconds."""
 
     def __init__(self, *, max_unread: int = MAX_UNREAD, patience_s: float = PATIENCE_S) -> None:
         self.calls: OpenCalls = {}
@@ -366,7 +368,7 @@ class UnreadCalls:
             await self.close_unread()
 
     async def close_unread(self) -> None:
-        """Close connections where too many calls wait for their callers."""
+        """Close connections if too many finished calls wait for their callers."""
         worst = self.choose(time.monotonic())
         if not worst:
             return
@@ -377,10 +379,10 @@ class UnreadCalls:
         )
 
     def choose(self, now_s: float) -> set[Address]:
-        """Connections to close: those with the most calls that waited too long, until few enough are left."""
+        """The connections to close: those with the most overdue calls, until few enough overdue calls are left."""
         self._unread_since_s = {each: since_s for each, since_s in self._unread_since_s.items() if each in self.calls}
         for context in self.calls:
-            if context.done():  # its status was handed to the library
+            if context.done():  # the library has its status
                 self._unread_since_s.setdefault(context, now_s)
         late = [context for context, since_s in self._unread_since_s.items() if now_s - since_s >= self._patience_s]
         num_left, worst = len(late), set[Address]()

@@ -1,4 +1,4 @@
-"""What is around every RPC, handlers of libraries (health, reflection) included: its scope, and the interceptor.
+"""The interceptor around every RPC, and the scope that it opens; libraries' services (health, reflection) included.
 
 The interceptor identifies the caller and reads the message; whatever the handler raises becomes exactly one status,
 never UNKNOWN. It is the one place where an RPC's end is counted and logged. The scope is a context variable, because
@@ -33,28 +33,31 @@ from octavo.gateway.validation.fields import REQUEST_ID
 
 log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
-# Calls whose request has not come; when there are more, the oldest has waited long enough. Below what the server lets
-# in besides requests in flight, so that callers that only begin calls keep no others out.
+# Calls whose request has not arrived; beyond it the oldest is ended. Smaller than the server's room besides requests in
+# flight, so that callers that only open calls cannot keep others out.
 MAX_WAITS = 512
-MODEL_HEADER = "x-model"  # of calls whose contract has no field for it; read where a request names none
+MODEL_HEADER = "x-model"  # for contracts without a field for it; read if the request names no model
 _MAX_MODEL = 256  # characters
 _EXPIRED, _LEFT = ("DEADLINE_EXCEEDED", "DEADLINE"), ("CANCELLED", "CLIENT")
-# A client whose time is over resets the call, and may do so before our own clock says the same: its timer began a
-# network's way earlier, and gRPC rounds `grpc-timeout` up by as much as 1 %.
+# A client resets the call at its deadline, which may be earlier than ours: its timer started one network trip before,
+# and gRPC rounds `grpc-timeout` up by as much as 1 %.
 _EARLY_S, _EARLY_SHARE = 0.05, 0.02
 
 
 Parse = Callable[[Any], Any]
-ReadRequest = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
+ReadRequest = Callable[[Any, Context], Awaitable[Any]]  # from the library's request iterator
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RpcScope:
-    """One RPC. Filled in on the way; the interceptor reads it for trailers, metrics and the log line at the end.
+    """The context of one RPC. Filled in on the way; the interceptor reads it for trailers, metrics and the final log
+    line.
 
-    started_s: monotonic. wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
-    model: by its metadata or its listener, for requests that name none.
-    tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the connection's other end.
+    started_s: monotonic.
+    wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
+    model: from the call's metadata or its listener, for requests that name none.
+    tokens_delivered: generated tokens in messages that were sent.
+    peer: gRPC's name for the other end of the connection.
     """
 
     method: str
@@ -66,20 +69,20 @@ class RpcScope:
     started_s: float = field(default_factory=lambda: time.monotonic())
     request_id: str = ""
     tokens_delivered: int = 0
-    reason: str = ""  # why the request failed, of a call that its contract ends with OK all the same
+    reason: str = ""  # why the request failed, if the call's contract requires status OK all the same
     log_fields: dict[str, object] = field(default_factory=dict)
-    trace: CallTrace | None = None  # where traces are on
-    traceparent: str = ""  # of its span, for a worker
+    trace: CallTrace | None = None  # None if traces are off
+    traceparent: str = ""  # the span's, for the worker
 
     def adopt_request_id(self, request_id: str) -> None:
-        """Use the caller's request id before the request was checked. A malformed one stays out of trailers, which gRPC
-        would refuse to send, and out of the log; the check of the request's fields refuses it by name."""
+        """Use the caller's request id before the request is validated. A malformed id is kept out of trailers, which
+        gRPC would refuse to send, and out of the log; validation then rejects it by name."""
         if REQUEST_ID(request_id) is None:
             self.request_id = request_id
 
     @property
     def key(self) -> str:
-        """The request's id as no other tenant can have it."""
+        """The request id, made unique across tenants."""
         return self.caller.key_of(self.request_id)
 
 
@@ -87,7 +90,7 @@ current_rpc: ContextVar[RpcScope] = ContextVar("current_rpc")
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """One per gateway and authenticator: a caller that is refused gets no further than this."""
+    """One per gateway and authenticator. Callers that are refused get no further than this."""
 
     def __init__(
         self,
@@ -102,16 +105,19 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         open_calls: OpenCalls | None = None,
         on_call: Callable[[], None] = lambda: None,
     ) -> None:
-        """authenticator None: every caller may call everything. message_timeout_s: how long a unary request may take to
-        arrive. model: the model of calls that name none. tracing: None where there are no traces. open_calls: calls are
-        in it from their beginning until nothing of them is left to send; None: nowhere. on_call: called when one comes
-        in."""
+        """authenticator: None lets every caller call everything.
+        message_timeout_s: how long a unary request may take to arrive.
+        model: for calls that name none.
+        tracing: None if traces are off.
+        open_calls: holds each call from its beginning until nothing is left to send; None: not tracked.
+        on_call: called whenever a call arrives.
+        """
         self._on_call = on_call
         self._tracing = tracing
         self._open_calls = open_calls
         self._model = model
         self._message_timeout_s = message_timeout_s
-        self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
+        self._waits: dict[asyncio.Timeout, None] = {}  # waits for requests, oldest first
         self._max_metadata_bytes = max_metadata_bytes
         self._meters = meters
         self._pushback_ms = pushback_ms
@@ -136,8 +142,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return self._wrapped(handler, method)
 
     def _refusal(self, method: str, num_bytes: int) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Needed because the library enforces the limit only once the client has acknowledged it. A handler of a
-        stream, so that the answer waits for no message."""
+        """A handler that refuses oversized metadata: the library enforces the limit only once the client has
+        acknowledged it. A streaming handler, so that it answers without waiting for a message."""
 
         async def refuse(request: Any, context: Context) -> bytes:
             raise ExceedsCapacity(f"{num_bytes} bytes of metadata exceed the {self._max_metadata_bytes} that are taken")
@@ -145,9 +151,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _whole_stream))
 
     def _wrapped(self, handler: Any, method: str) -> "grpc.RpcMethodHandler[Any, Any]":
-        # Single requests are read here, as a stream of one: so the caller is identified before its message is read or
-        # parsed, and the wait for a message is bounded. The library's own handlers of single requests wait without end,
-        # and a call that ends without a message gets no status.
+        # A unary request is read here, as a stream of one, so that the caller is identified before its message is read
+        # or parsed, and the wait for it is bounded. The library's own unary handlers wait for ever, and send no status
+        # to a call that ends without a message.
         parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
             return grpc.stream_unary_rpc_method_handler(
@@ -184,7 +190,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return read
 
     def _end_longest_wait(self) -> None:
-        longest = next(wait for wait in self._waits if not wait.expired())  # our own is not
+        longest = next(wait for wait in self._waits if not wait.expired())  # this call's own has not
         del self._waits[longest]
         longest.reschedule(0.0)
 
@@ -230,7 +236,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._open_calls[context] = None
             context.add_done_callback(self._open_calls.pop)  # type: ignore[arg-type]
         scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
-        current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
+        current_rpc.set(scope)  # each RPC has its own task, and so its own context
         if self._tracing is not None and not method.startswith(_QUIET_PREFIXES):
             scope.trace = self._tracing.begin(method, context.invocation_metadata() or (), scope.started_s)
             scope.traceparent = scope.trace.traceparent
@@ -238,23 +244,24 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return scope
 
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
-        """Answer an exception. Raises AbortError where a status was sent, CancelledError where the call is over."""
+        """Turn an exception into a status. Raises AbortError if a status was sent, CancelledError if the call is
+        over."""
         if isinstance(error, grpc.aio.AbortError):
             self._record(scope, _code_of(context), "")
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
-            # Nearly always the caller went away. Where the task was cancelled otherwise, the RPC is alive, and without
-            # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
+            # Nearly always the caller went away. If something else cancelled the task, the RPC is still open and its
+            # caller would wait for ever without a status (grpc#29248). Trying to answer tells the two apart.
             if await _is_gone(context):
                 self._record(scope, *_code_and_reason(scope, context))
             else:
                 await self._abort(InternalDefect("the handler was cancelled"), scope, context)
         elif not isinstance(error, KeyboardInterrupt | SystemExit):
-            # A panic of a library in Rust is no Exception, and its call would never end either.
+            # A panic in a Rust library is not an Exception; without a status that call would never end either.
             await self._abort(as_exception(error), scope, context)
 
     async def _abort(self, error: Exception, scope: RpcScope, context: Context) -> None:
         status = status_of(error, scope, pushback_ms=self._pushback_ms)
-        set_before = tuple(context.trailing_metadata() or ())  # by the handler, of any status
+        set_before = tuple(context.trailing_metadata() or ())  # trailers that the handler set
         try:
             await context.abort(status.code, status.message, (*set_before, *status.trailers))
         except grpc.aio.AbortError:
@@ -268,7 +275,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             raise asyncio.CancelledError from None
 
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
-        """Count the call and log one line. Handlers of libraries are only counted."""
+        """Count the call and log one line. Calls of libraries' services are only counted."""
         self._meters.rpcs[(scope.method, code, reason)] += 1
         if scope.trace is not None:
             scope.trace.end(code, reason)
@@ -289,7 +296,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _code_and_reason(scope: RpcScope, context: Context) -> tuple[str, str]:
-    """Code and reason of a call that was not ended by us: its time was over, or its caller left."""
+    """Code and reason of a call that this gateway did not end: its deadline passed, or its caller left."""
     left_s = context.time_remaining()
     if left_s is None or scope.wire_timeout_s is None:
         return _LEFT
@@ -297,13 +304,13 @@ def _code_and_reason(scope: RpcScope, context: Context) -> tuple[str, str]:
 
 
 def _code_of(context: Context) -> str:
-    """The name of the code with which a handler ended the call itself; the library keeps its number."""
+    """The name of the code with which a handler ended the call itself; the library only keeps its number."""
     code = context.code()
     return next((each.name for each in grpc.StatusCode if code in (each, each.value[0])), "UNKNOWN")
 
 
 def _named_model(context: Context) -> str:
-    """The model that the metadata names; empty for none. Raises InvalidRequest."""
+    """The model named in the metadata; empty if none is. Raises InvalidRequest."""
     names = {str(value) for name, value in context.invocation_metadata() or () if name == MODEL_HEADER}
     if len(names) > 1:
         raise InvalidRequest.of(MODEL_HEADER, "two models are named")
@@ -314,9 +321,9 @@ def _named_model(context: Context) -> str:
 
 
 async def _is_gone(context: Context) -> bool:
-    """Whether headers can no longer be sent. Where they were sent before it is unknown: False. Otherwise this avoids an
-    attempt to abort, each of which leaves its trailers in gRPC's core where the caller is gone; floods of resets would
-    fill memory."""
+    """Whether headers can no longer be sent; False if they were sent before, since then it is unknown. Asking first
+    avoids aborting calls whose caller is gone: each such abort leaves its trailers in gRPC's core, and floods of resets
+    would fill memory."""
     try:
         await context.send_initial_metadata(())
     except grpc.aio.UsageError:
@@ -327,7 +334,7 @@ async def _is_gone(context: Context) -> bool:
 
 
 def _metadata_bytes(metadata: Any) -> int:
-    """As HTTP/2 counts: names, values, 32 bytes for each (RFC 9113, 6.5.2)."""
+    """Size as HTTP/2 counts it: names, values, and 32 bytes for each (RFC 9113, 6.5.2)."""
     return sum(len(name) + len(value) + 32 for name, value in metadata or ())
 
 

@@ -16,12 +16,12 @@ READY_SERVICES = ("octavo.v1.InferenceService", "octavo.v1.ModelService")
 
 
 def service_of_model(name: str) -> str:
-    """By which a model's health is asked for."""
+    """The service name under which health checks ask for one model."""
     return f"octavo.v1.InferenceService/{name}"
 
 
 class _Servicer(health_aio.HealthServicer):  # type: ignore[misc]
-    """The library's has no List, and refuses an unknown name without a word."""
+    """Adds List, which the library's lacks, and refuses unknown names with a message."""
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         """The status of one service."""
@@ -30,14 +30,14 @@ class _Servicer(health_aio.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=self._server_status[request.service])
 
     async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
-        """The status of all of them, by name."""
+        """The status of every service, by name."""
         statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
 
 class Readiness:
-    """Owns the health servicer and the task that keeps it current. is_ready, models: asked on every `changed`; the
-    latter for every model that there is, was or is to be, and whether it can be asked."""
+    """Owns the health servicer and the task that updates it. is_ready, models: asked after every `changed`; models
+    gives, for every model that is, was or should be served, whether it is ready."""
 
     def __init__(self, is_ready: Callable[[], bool], models: Callable[[], Mapping[str, bool]]) -> None:
         self._servicer = _Servicer()
@@ -48,17 +48,17 @@ class Readiness:
         self._changed.set()
 
     def attach(self, server: grpc.aio.Server) -> None:
-        """Serve it there."""
+        """Add the health service to a server."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def add(self, service: str) -> None:
-        """One more service that is ready when the others are."""
+        """Register another service that is ready whenever the others are."""
         if service not in self._services:
             self._services.append(service)
             self.changed()
 
     def changed(self) -> None:
-        """Publish again, soon."""
+        """Publish again soon."""
         self._changed.set()
 
     async def publish(self) -> None:
@@ -77,5 +77,5 @@ class Readiness:
             await self.publish()
 
     async def close(self) -> None:
-        """Set all to NOT_SERVING for good."""
+        """Set everything to NOT_SERVING for good."""
         await self._servicer.enter_graceful_shutdown()

@@ -28,7 +28,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class AnsweredRpc(Protocol):
-    """What a status has of its RPC (`gateway.rpc.interceptor.RpcScope`)."""
+    """The part of an RPC's scope that a status needs (`gateway.rpc.interceptor.RpcScope`)."""
 
     request_id: str
     tokens_delivered: int
@@ -36,7 +36,7 @@ class AnsweredRpc(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RpcStatus:
-    """What context.abort needs."""
+    """The arguments of context.abort."""
 
     code: grpc.StatusCode
     reason: str
@@ -45,15 +45,16 @@ class RpcStatus:
 
 
 def public_message(error: Exception, row: ErrorRow, request_id: str) -> str:
-    """The error's own words where it is ours, without file paths and socket names; a constant for everything else.
-    request_id: empty where the caller is told none."""
+    """The error's own message if the error is ours, without file paths and socket names; otherwise a constant.
+    request_id: empty if the caller has not been given one."""
     if row is INTERNAL:
         return "internal error; the server's log has it" + " under this request id" * bool(request_id)
     return _fitting(_PATH.sub("<path>", str(error)), _MAX_MESSAGE)
 
 
 def _fitting(text: str, max_bytes: int) -> str:
-    """Callers' words may be in it: half a surrogate pair, out of a JSON escape, could not be sent."""
+    """The text, cut to fit and encodable: it may contain a caller's words, such as half a surrogate pair from a JSON
+    escape."""
     return text[:max_bytes].encode(errors="backslashreplace")[:max_bytes].decode(errors="ignore")
 
 
@@ -111,5 +112,5 @@ def _packed(detail: message.Message) -> any_pb2.Any:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether the status is enough; other errors are logged with their traceback."""
+    """Whether the status says enough; other errors are logged with a traceback."""
     return row_of(error) is not INTERNAL
