@@ -7,17 +7,14 @@ stop:  listeners (GOAWAY) -> tasks -> pool -> metrics
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
-import grpc
 import structlog
-from grpc_reflection.v1alpha import reflection
 
-from octavo.gateway.auth.authenticator import Authenticator, PrefixSalt
+from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.auth.reloader import AccessReloader
-from octavo.gateway.config import Dialects, GatewayConfig, PageConfig
-from octavo.gateway.dialects.services import add_dialects
+from octavo.gateway.config import GatewayConfig
 from octavo.gateway.errors import Draining
+from octavo.gateway.listeners import Listeners
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
@@ -29,42 +26,23 @@ from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.restarting import restarting_task
-from octavo.gateway.rpc.addresses import check_admin, check_plain, join_host_port, num_addresses_of, split_host_port
-from octavo.gateway.rpc.connections import (
-    ConnectionLimiter,
-    OpenCalls,
-    UnreadCalls,
-    connection_limits,
-    descriptor_limit,
-)
-from octavo.gateway.rpc.interceptor import StatusInterceptor
+from octavo.gateway.rpc.addresses import check_plain
 from octavo.gateway.rpc.readiness import Readiness
-from octavo.gateway.rpc.server import Callers, bind, new_server
-from octavo.gateway.servicers.admin import AdminServicer
-from octavo.gateway.servicers.inference import InferenceServicer
-from octavo.gateway.servicers.load import LoadServicer
-from octavo.gateway.servicers.model import ModelServicer
+from octavo.gateway.services import Services
 from octavo.gateway.text.process_pool import Renderer, RenderPool
 from octavo.gateway.text.service import TextService
 from octavo.gateway.ticker import Ticker, garbage_watch, measure_loop_lag
 from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.pool import WorkerPool
-from octavo.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2_grpc
-
-if TYPE_CHECKING:
-    from octavo.gateway.page.server import Page
 
 log = structlog.get_logger(__name__)
-_HEALTH = "grpc.health.v1.Health"
-_LOAD = "octavo.v1.LoadService"
-_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _LOAD, _HEALTH)
 _END_S = 2.0  # for ended streams to write their status
 _POLL_S = 0.02
 
 
 class Gateway:
-    """Everything that one gateway runs, on one event loop. The addresses, metrics_port, page_url: as bound by
-    `start`."""
+    """Everything that one gateway runs, on one event loop. metrics_port: as bound by `start`, like the
+    addresses in `listeners`."""
 
     def __init__(
         self,
@@ -76,7 +54,6 @@ class Gateway:
     ) -> None:
         """pool, renderer: made from the configuration unless a test passes its own. tracing: closed by the caller."""
         self.config = config
-        self._tracing = tracing
         self.meters = GatewayMeters()
         self.models = ServedModels(config.expected_models)
         self.pool = pool or WorkerPool(config.workers, on_model=self.models.on_model)
@@ -87,7 +64,41 @@ class Gateway:
         )
         self.renderer: Renderer = renderer or RenderPool(config.limits.render)
         self.tracker = RequestTracker(pool=self.pool, limits=config.limits, meters=self.meters)
-        self._collaborators = Collaborators(
+        self._collaborators = self._new_collaborators()
+        self.submitter = Submitter(self._collaborators, receipt_timeout_s=config.stop_receipt_timeout_s)
+        self.embedder = Embedder(self._collaborators)
+        self.reloader = AccessReloader(config.access)
+        self.load_watch = LoadWatch(self.tracker, self.pool, self.meters)
+        self.control = self._new_control()
+        self.readiness = Readiness(self.is_ready, self._ready_models)
+        self.services = Services(
+            config=config,
+            collaborators=self._collaborators,
+            submitter=self.submitter,
+            embedder=self.embedder,
+            control=self.control,
+            load_watch=self.load_watch,
+            is_ready=self.is_ready,
+        )
+        self.listeners = Listeners(self.services, reloader=self.reloader, readiness=self.readiness, tracing=tracing)
+        self.collector = self._new_collector(tracing)
+        self.ticker = Ticker(
+            self._collaborators,
+            coalescer=self.submitter.coalescer,
+            collector=self.collector,
+            load_watch=self.load_watch,
+            control=self.control,
+        )
+        self.metrics_port: int | None = None
+        self.drained = asyncio.Event()
+        self.is_drained_by_operator = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drain_task: asyncio.Task[None] | None = None
+        self._metrics: MetricsEndpoint | None = None
+
+    def _new_collaborators(self) -> Collaborators:
+        config = self.config
+        return Collaborators(
             tracker=self.tracker,
             pool=self.pool,
             models=self.models,
@@ -97,21 +108,10 @@ class Gateway:
             limits=config.limits,
             meters=self.meters,
         )
-        self.submitter = Submitter(self._collaborators, receipt_timeout_s=config.stop_receipt_timeout_s)
-        self.embedder = Embedder(self._collaborators)
-        self.reloader = AccessReloader(config.access)
-        limits = connection_limits(config.connection, descriptor_limit())
-        self._limiter = ConnectionLimiter(limits, self.tracker.connections)
-        self.collector = GatewayCollector(
-            self.meters,
-            self.pool.stats,
-            reloads=self.reloader.reloads,
-            expiries=self.reloader.expiries,
-            connections=self._limiter,
-            spans=None if tracing is None else tracing.counts,
-        )
-        self.load_watch = LoadWatch(self.tracker, self.pool, self.meters)
-        self.control = Control(
+
+    def _new_control(self) -> Control:
+        config = self.config
+        return Control(
             self.tracker,
             config.peers,
             name=_name_of(config),
@@ -120,28 +120,16 @@ class Gateway:
             describe=self.load_watch.own.describe_to_peer,
             models=config.expected_models,
         )
-        self.ticker = Ticker(
-            self._collaborators,
-            coalescer=self.submitter.coalescer,
-            collector=self.collector,
-            load_watch=self.load_watch,
-            control=self.control,
+
+    def _new_collector(self, tracing: Tracing | None) -> GatewayCollector:
+        return GatewayCollector(
+            self.meters,
+            self.pool.stats,
+            reloads=self.reloader.reloads,
+            expiries=self.reloader.expiries,
+            connections=self.listeners.limiter,
+            spans=None if tracing is None else tracing.counts,
         )
-        self.readiness = Readiness(self.is_ready, self._ready_models)
-        self.listen_address = ""
-        self.model_addresses: dict[str, str] = {}
-        self.admin_address = ""
-        self.page_url = ""
-        self._page: Page | None = None
-        self.metrics_port: int | None = None
-        self.drained = asyncio.Event()
-        self.is_drained_by_operator = False
-        self._servers: list[grpc.aio.Server] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._drain_task: asyncio.Task[None] | None = None
-        self._metrics: MetricsEndpoint | None = None
-        self._interceptor = self._new_interceptor(self.reloader.authenticator, tracing=tracing)
-        self._unread_calls = UnreadCalls()
 
     def is_ready(self) -> bool:
         """Whether requests for every expected model (or, if none is expected, for any) could be answered now."""
@@ -178,19 +166,18 @@ class Gateway:
         await self.renderer.start()
         log.info(
             "listening",
-            address=self.listen_address,
-            admin=self.admin_address or None,
+            address=self.listeners.address,
+            admin=self.listeners.admin_address or None,
             metrics_port=self.metrics_port,
-            page=self.page_url or None,
-            max_connections=self._limiter.limits.total,
+            page=self.listeners.page_url or None,
+            max_connections=self.listeners.limiter.limits.total,
         )
 
     def _watch_process(self) -> list["asyncio.Task[None]"]:
         return [
             restarting_task(lambda: measure_loop_lag(self.meters), name="loop lag"),
             restarting_task(garbage_watch(self.tracker, self.pool).run, name="garbage"),
-            restarting_task(self._unread_calls.run, name="unread calls"),
-            restarting_task(self._limiter.run, name="connections"),
+            *self.listeners.tasks(),
         ]
 
     async def _listen(self) -> None:
@@ -199,130 +186,7 @@ class Gateway:
             check_plain(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
-        self.listen_address = self._listen_at(config.listen_address, setting="--port")
-        for name, address in config.model_addresses:
-            self.model_addresses[name] = self._listen_at(address, setting="--model-port", model=name)
-        if config.front_address is not None:
-            self._listen_at(config.front_address, setting="the front's socket")
-        if config.admin_address is not None:
-            self._servers.append(self._admin_server(config.admin_address))
-        if config.status_address is not None:
-            self._servers.append(self._status_server(config.status_address))
-        for each in self._servers:
-            await each.start()
-        if config.page is not None:
-            self._start_page(config.page)
-
-    def _start_page(self, config: PageConfig) -> None:
-        # Imported only if there is a page: its libraries would cost every other gateway memory and time.
-        from octavo.gateway.page.calls import Method
-        from octavo.gateway.page.server import Page
-
-        check_plain(join_host_port(config.host, config.port or 0), self.config.exposure, setting="--page-host")
-        watch, generate = self._load_servicer().WatchLoad, self._inference_servicer().Generate
-        methods = (
-            Method(f"/{_LOAD}/WatchLoad", load_pb2.WatchLoadRequest, watch, self._interceptor),
-            Method(f"/{_PUBLIC[0]}/Generate", inference_pb2.GenerateRequest, generate, self._interceptor),
-        )
-        self._page = Page(config, methods)
-        self._page.start()
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-        self.page_url = f"http://{join_host_port(host, self._page.port)}/"
-
-    def _listen_at(self, address: str, *, setting: str, model: str = "") -> str:
-        """Serve everything that callers may use at one more address; returns it as bound. model: for requests that name
-        none."""
-        config = self.config
-        num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
-        max_connections = max(1, self._limiter.limits.total // num_listeners)
-        interceptor = self._new_interceptor(
-            self.reloader.authenticator, model=model, tracing=self._tracing, open_calls=self._unread_calls.calls
-        )
-        callers = Callers.ALL if address == config.front_address else Callers.EACH
-        server = new_server(config, interceptor, max_connections=max_connections, callers=callers)
-        self._servers.append(server)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference_servicer(), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
-        load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
-        self.readiness.attach(server)
-        dialects = self._attach_dialects(server)
-        reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
-        # The run directory keeps other users away from the front's socket, which has no name for a certificate to prove.
-        tls = None if address == config.front_address else self.reloader.listener()
-        bound = bind(server, config, address, tls, setting=setting)
-        if not bound.startswith("unix:"):
-            self._limiter.watch(split_host_port(bound)[1])
-        return bound
-
-    def _inference_servicer(self) -> InferenceServicer:
-        return InferenceServicer(
-            self._collaborators, submitter=self.submitter, embedder=self.embedder, control=self.control
-        )
-
-    def _model_servicer(self) -> ModelServicer:
-        return ModelServicer(self.models, self.pool, max_message_bytes=self.config.limits.max_message_bytes)
-
-    def _admin_servicer(self) -> AdminServicer:
-        return AdminServicer(self.pool, self.control, self.config.supervisor_address)
-
-    def _load_servicer(self) -> LoadServicer:
-        return LoadServicer(self.load_watch, self.control, self.tracker)
-
-    def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
-        """Returns the names of the services that were added."""
-        if self.config.dialects is Dialects.NONE:
-            return ()
-        services = add_dialects(
-            server,
-            self._collaborators,
-            submitter=self.submitter,
-            embedder=self.embedder,
-            control=self.control,
-            is_ready=self.is_ready,
-        )
-        for service in services:
-            self.readiness.add(service)
-        return services
-
-    def _admin_server(self, address: str) -> grpc.aio.Server:
-        check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
-        server = new_server(self.config, self._interceptor)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin_servicer(), server)
-        load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
-        self.readiness.attach(server)
-        reflection.enable_server_reflection(("octavo.v1.AdminService", _LOAD, _HEALTH, reflection.SERVICE_NAME), server)
-        self.admin_address = bind(server, self.config, address, self.reloader.listener(), setting="--admin-port")
-        return server
-
-    def _new_interceptor(
-        self,
-        authenticator: Authenticator,
-        *,
-        model: str = "",
-        tracing: Tracing | None = None,
-        open_calls: OpenCalls | None = None,
-    ) -> StatusInterceptor:
-        limits = self.config.limits
-        return StatusInterceptor(
-            self.meters,
-            pushback_ms=limits.pushback_ms,
-            authenticator=authenticator,
-            max_metadata_bytes=limits.max_metadata_bytes,
-            message_timeout_s=self.config.connection.message_timeout_s,
-            model=model,
-            tracing=tracing,
-            open_calls=open_calls,
-            on_call=self.submitter.coalescer.yield_to_call,
-        )
-
-    def _status_server(self, address: str) -> grpc.aio.Server:
-        """Health, models and load for the supervisor, on a socket that only this user can open."""
-        server = new_server(self.config, self._new_interceptor(Authenticator()))
-        model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
-        load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
-        self.readiness.attach(server)
-        bind(server, self.config, address, None, setting="the status socket")
-        return server
+        await self.listeners.start()
 
     def _drain_for_operator(self, grace_s: float | None) -> None:
         self.is_drained_by_operator = True
@@ -364,12 +228,9 @@ class Gateway:
             await self._empty_within(_END_S)
         await self.readiness.close()
         await self.load_watch.close()
-        if self._page is not None:
-            await self._page.close()
-            self._page = None
+        await self.listeners.close_page()
         self.pool.end_feeds()
-        await asyncio.gather(*(server.stop(0.5) for server in self._servers))
-        self._servers.clear()
+        await self.listeners.close()
         await self._cancel_tasks()
         await self.control.close()
         await self.pool.close()

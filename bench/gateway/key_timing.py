@@ -81,7 +81,7 @@ async def time_calls(known: list[str], kinds: dict[str, Callable[[], str]], num_
         )
         gateway = Gateway(config)
         await gateway.start()
-        async with grpc.aio.insecure_channel(gateway.listen_address) as channel:
+        async with grpc.aio.insecure_channel(gateway.listeners.address) as channel:
             call = model_pb2_grpc.ModelServiceStub(channel).ListModels
             for _ in range(num_samples):
                 for kind in random.sample(list(kinds), len(kinds)):

@@ -241,7 +241,7 @@ class SimGateway(Gateway):
             self.watch.look()
 
     async def _listen(self) -> None:
-        servicer = self._inference_servicer()
+        servicer = self.services.inference_servicer()
         generate: Any = grpc.unary_stream_rpc_method_handler(servicer.Generate, pb.GenerateRequest.FromString)
         complete: Any = grpc.unary_unary_rpc_method_handler(servicer.Complete, pb.CompleteRequest.FromString)
         self._behaviours["Generate"] = _sending((await self._intercepted("Generate", generate)).stream_stream)
@@ -253,7 +253,7 @@ class SimGateway(Gateway):
 
         names = {"method": f"/octavo.v1.InferenceService/{method}", "invocation_metadata": ()}
         details = type("Details", (), names)()
-        return await self._interceptor.intercept_service(continuation, details)
+        return await self.listeners.interceptor.intercept_service(continuation, details)
 
     def salt_for(self, tenant: str) -> str:
         """What a tenant keeps its prefixes apart by: nothing where it has a key."""

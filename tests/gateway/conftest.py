@@ -108,8 +108,8 @@ def serve(tmp_path: Path) -> Serve:
             gateway.models.on_model(card, files or tiny_files())
         await gateway.models.close()
         await gateway.start()
-        channel = grpc.aio.insecure_channel(gateway.listen_address, options=[("grpc.enable_retries", 0)])
-        admin = grpc.aio.insecure_channel(gateway.admin_address) if gateway.admin_address else None
+        channel = grpc.aio.insecure_channel(gateway.listeners.address, options=[("grpc.enable_retries", 0)])
+        admin = grpc.aio.insecure_channel(gateway.listeners.admin_address) if gateway.listeners.admin_address else None
         try:
             yield Served(
                 gateway=gateway,

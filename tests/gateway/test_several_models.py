@@ -227,7 +227,7 @@ async def test_a_listener_of_a_model_serves_callers_who_can_name_none(
 
     addresses = tuple((name, f"unix:{tmp_path}/{name}.sock") for name in ("one", "two"))
     async with serve(pool_of("one", "two"), model_addresses=addresses, expected_models=("one", "two")) as served:
-        assert served.gateway.model_addresses == dict(addresses)
+        assert served.gateway.listeners.model_addresses == dict(addresses)
         for name, address in addresses:
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = vllm_stub(channel)

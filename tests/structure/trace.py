@@ -161,7 +161,7 @@ async def serve_and_ask(socket: str, calls: Calls) -> None:
     workers = WorkerPoolConfig(endpoints=(socket,), heartbeat_timeout_s=NEVER_S, tick_s=NEVER_S)
     gateway = Gateway(GatewayConfig(listen_address="127.0.0.1:0", metrics_address=None, workers=workers))
     await gateway.start()
-    async with asyncio.timeout(120), grpc.aio.insecure_channel(gateway.listen_address) as channel:
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(gateway.listeners.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         while not await _answered(stub, calls):  # noqa: ASYNC110  # until the worker is there
             await asyncio.sleep(0.1)

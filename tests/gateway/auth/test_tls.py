@@ -50,7 +50,7 @@ def secured(serve: Any, server: Pair, authority: Authority) -> Callable[..., Any
 
 async def ask(served: Any, credentials: grpc.ChannelCredentials | None) -> str:
     """The word ok, or how a new connection was refused."""
-    address = served.gateway.listen_address
+    address = served.gateway.listeners.address
     channel = (
         grpc.aio.insecure_channel(address, options=OPTIONS)
         if credentials is None
@@ -81,7 +81,7 @@ async def test_clients_have_to_speak_tls_and_to_trust_the_authority(
 
 async def test_old_versions_of_tls_are_refused(secured: Any) -> None:
     async with secured() as served:
-        host, _, port = served.gateway.listen_address.rpartition(":")
+        host, _, port = served.gateway.listeners.address.rpartition(":")
         for version, is_fine in ((ssl.TLSVersion.TLSv1_1, False), (ssl.TLSVersion.TLSv1_2, True)):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -115,7 +115,9 @@ async def test_the_tenant_is_the_certificates_name(secured: Any, authority: Auth
     async with secured(pool, mutual=True) as served:
         for name, san in (("one", "DNS:svc-one,DNS:other"), ("two", ""), ("one-again", "DNS:svc-one")):
             credentials = authority.sign(name, san=san).credentials(authority.cert)
-            async with grpc.aio.secure_channel(served.gateway.listen_address, credentials, options=OPTIONS) as channel:
+            async with grpc.aio.secure_channel(
+                served.gateway.listeners.address, credentials, options=OPTIONS
+            ) as channel:
                 call = channel.unary_stream(
                     "/octavo.v1.InferenceService/Generate", pb.GenerateRequest.SerializeToString
                 )
@@ -133,7 +135,7 @@ async def test_a_file_of_keys_gives_certificates_their_names_and_rights(
         assert await ask(served, reader.credentials(authority.cert)) == "ok"
         assert await ask(served, unnamed.credentials(authority.cert)) == "UNAUTHENTICATEDUNAUTHENTICATED"
         async with grpc.aio.secure_channel(
-            served.gateway.listen_address, reader.credentials(authority.cert), options=OPTIONS
+            served.gateway.listeners.address, reader.credentials(authority.cert), options=OPTIONS
         ) as channel:
             refusal = await refused(channel.unary_unary("/octavo.v1.InferenceService/Tokenize")(b""))
             assert refusal.code is C.PERMISSION_DENIED
@@ -153,7 +155,7 @@ async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
 ) -> None:
     files, new = copy(server, tmp_path), stranger.sign("gateway-2")
     async with secured(pair=files) as served:
-        address, reloads = served.gateway.listen_address, served.gateway.reloader.reloads
+        address, reloads = served.gateway.listeners.address, served.gateway.reloader.reloads
         async with grpc.aio.secure_channel(address, trusting(authority), options=OPTIONS) as old_connection:
             stub = model_pb2_grpc.ModelServiceStub(old_connection)
             await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)

@@ -91,7 +91,7 @@ def front(serve: Any) -> Callable[..., Any]:
     @asynccontextmanager
     async def fronting(pool: FakePool, **changes: Any) -> AsyncIterator[Front]:
         async with serve(pool, **changes) as served:
-            app = make_app([served.gateway.listen_address], max_body_bytes=1 << 20)
+            app = make_app([served.gateway.listeners.address], max_body_bytes=1 << 20)
             async with app.router.lifespan_context(app):
                 yield Front(app, pool)
 
@@ -151,7 +151,7 @@ async def test_clients_are_told_whether_to_repeat_what_failed(
 async def test_while_a_gateway_is_gone_the_others_answer(serve: Any, tmp_path: Path) -> None:
     """One that was started again took its turns all the same: they failed, though another could be reached."""
     async with serve(FakePool(on_run=lambda run: run.finish())) as served:
-        app = make_app([served.gateway.listen_address, f"unix:{tmp_path}/gone.sock"], max_body_bytes=1 << 20)
+        app = make_app([served.gateway.listeners.address, f"unix:{tmp_path}/gone.sock"], max_body_bytes=1 << 20)
         async with app.router.lifespan_context(app):
             fronted = Front(app, served.pool)
             statuses = [(await fronted.ask("/v1/completions", {"prompt": "Hello"})).status for _ in range(6)]

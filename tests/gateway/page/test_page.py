@@ -62,7 +62,7 @@ async def asked(
     served: Any, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None
 ) -> AsyncIterator[Answer]:
     """One request over a connection of its own, which is closed at the end. body: to be JSON, or bytes."""
-    host, port = served.gateway.page_url.removeprefix("http://").rstrip("/").rsplit(":", 1)
+    host, port = served.gateway.listeners.page_url.removeprefix("http://").rstrip("/").rsplit(":", 1)
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     fields = {"Host": f"{host}:{port}", "Content-Length": str(len(data))} | (JSON if body is not None else {})
     fields |= headers or {}
@@ -127,7 +127,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_no_code_in_its_markup(rep
 
 async def test_there_is_no_page_unless_it_is_asked_for(serve: Any) -> None:
     async with serve() as served:
-        assert served.gateway.page_url == ""
+        assert served.gateway.listeners.page_url == ""
 
 
 # ---------------------------------------------------------------- who is let in
@@ -294,7 +294,7 @@ async def test_a_head_has_a_limit(serve: Any) -> None:
 async def test_half_requests_are_closed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.2)
     async with serve(page=PAGE) as served:
-        port = int(served.gateway.page_url.rstrip("/").rsplit(":", 1)[1])
+        port = int(served.gateway.listeners.page_url.rstrip("/").rsplit(":", 1)[1])
         for part in (b"", b"GET / HTTP/1.1\r\nHost: 127"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(part)
@@ -308,7 +308,7 @@ async def test_half_requests_are_closed(serve: Any, monkeypatch: pytest.MonkeyPa
 async def test_many_connections_of_one_caller_keep_no_other_out(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
     async with serve(page=PAGE) as served:
-        port = int(served.gateway.page_url.rstrip("/").rsplit(":", 1)[1])
+        port = int(served.gateway.listeners.page_url.rstrip("/").rsplit(":", 1)[1])
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         assert await status_of(served, "/") == 200
         for _, writer in idle:
@@ -338,7 +338,7 @@ async def test_a_busy_port_that_was_asked_for_is_an_error_and_one_that_was_not_i
                 pass
         monkeypatch.setattr(server, "DEFAULT_PORT", port)
         async with serve(page=PageConfig()) as served:
-            assert not served.gateway.page_url.endswith(f":{port}/")
+            assert not served.gateway.listeners.page_url.endswith(f":{port}/")
             assert await status_of(served, "/") == 200
 
 
@@ -347,7 +347,7 @@ async def test_it_leaves_this_host_only_when_that_is_asked_for_in_plain_words(se
         async with serve(page=PageConfig(host="0.0.0.0", port=0)):
             pass
     async with serve(page=PageConfig(host="0.0.0.0", port=0), exposure=Exposure.INSECURE) as served:
-        assert served.gateway.page_url
+        assert served.gateway.listeners.page_url
 
 
 async def test_what_fails_around_a_handler_ends_the_call() -> None:

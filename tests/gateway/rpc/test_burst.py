@@ -39,7 +39,7 @@ def call_all(address: str, sent: threading.Event) -> Counter[str]:
 async def test_calls_that_come_at_once_are_answered_by_us_and_not_cancelled_by_the_library(serve: Any) -> None:
     async with serve() as served:
         sent = threading.Event()
-        calling = asyncio.create_task(asyncio.to_thread(call_all, served.gateway.listen_address, sent))
+        calling = asyncio.create_task(asyncio.to_thread(call_all, served.gateway.listeners.address, sent))
         await asyncio.sleep(0)
         sent.wait(60)
         time.sleep(1.0)  # noqa: ASYNC251  # the loop stands still until they have all come

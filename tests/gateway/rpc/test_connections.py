@@ -215,7 +215,7 @@ def test_only_connections_that_were_accepted_at_the_port_count() -> None:
 async def test_a_connection_without_a_call_is_closed_though_it_answers_pings(serve: Any) -> None:
     config = ConnectionConfig(keepalive_time_s=0.2, keepalive_timeout_s=60.0, max_idle_s=1.0)
     async with serve(listen_address="127.0.0.1:0", connection=config) as served:
-        port = int(served.gateway.listen_address.rpartition(":")[2])
+        port = int(served.gateway.listeners.address.rpartition(":")[2])
 
         def idle() -> tuple[bool, int]:
             with RawHttp2(port) as connection:
@@ -230,8 +230,8 @@ async def test_a_crowd_is_thinned_out_told_once_and_counted(serve: Any, monkeypa
     monkeypatch.setattr("octavo.gateway.rpc.connections.PRESSURE_OVER_S", 0.2)
     config = ConnectionConfig(max_connections=32, max_connections_per_peer=20)
     async with serve(listen_address="127.0.0.1:0", connection=config) as served:
-        limiter: ConnectionLimiter = served.gateway._limiter
-        port = int(served.gateway.listen_address.rpartition(":")[2])
+        limiter: ConnectionLimiter = served.gateway.listeners.limiter
+        port = int(served.gateway.listeners.address.rpartition(":")[2])
         with Crowd(port, 100, Manner.PINGS) as crowd:
             await asyncio.to_thread(crowd.until, lambda crowd: crowd.num_opened == 100 and crowd.num_open <= 20)
             assert crowd.most_open >= 20

@@ -362,13 +362,13 @@ async def test_the_oldest_are_listed_where_there_are_more(serve: Any) -> None:
 
 async def test_the_clients_give_typed_snapshots(serve: Any) -> None:
     async with serve() as served:
-        async with AsyncClient(served.gateway.listen_address) as client:
+        async with AsyncClient(served.gateway.listeners.address) as client:
             async for each in client.watch_load(interval_s=0.2, max_requests=3):
                 assert [row.worker_id for row in each.workers] == ["w0"]
                 break
 
         def watch_blocking() -> list[str]:
-            with Client(served.gateway.listen_address) as client:
+            with Client(served.gateway.listeners.address) as client:
                 snapshots = client.watch_load(interval_s=0.2, max_block_cells=64)
                 found = [worker.worker_id for worker in next(snapshots).workers]
                 snapshots.close()
@@ -376,7 +376,7 @@ async def test_the_clients_give_typed_snapshots(serve: Any) -> None:
 
         assert await asyncio.to_thread(watch_blocking) == ["w0"]
         served.gateway.begin_drain()
-        async with AsyncClient(served.gateway.listen_address) as client:
+        async with AsyncClient(served.gateway.listeners.address) as client:
             with pytest.raises(Unavailable):
                 await anext(client.watch_load())
 
