@@ -26,7 +26,7 @@ _UNLIMITED = TenantLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCounts:
-    """Outputs. num_queued: of those in flight, not begun by a worker yet."""
+    """Outputs of one tenant. num_queued: those in flight that no worker has begun."""
 
     num_in_flight: int = 0
     num_queued: int = 0
@@ -59,8 +59,8 @@ class _Held:
 
 
 class TenantQuotas:
-    """What each tenant has in flight, by the key of a request (`Caller.key_of`). Callers without a tenant are not
-    counted. on_change: is called when a tenant's use has changed here, whose names are in `changed`."""
+    """What each tenant has in flight, by request key (`Caller.key_of`). Callers without a tenant are not counted.
+    on_change: called when the use of the tenants in `changed` has changed here."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
@@ -70,7 +70,8 @@ class TenantQuotas:
         self.on_change: Callable[[], None] | None = None
 
     def enter(self, key: str, caller: Caller, now_ns: int, *, num_outputs: int = 1) -> None:
-        """A new request, its key not in flight. Raises TenantLimit, ExceedsCapacity; then nothing has changed."""
+        """Admit a new request, whose key is not in flight. Raises TenantLimit, ExceedsCapacity; then nothing has
+        changed."""
         if caller.tenant is None:
             return
         limits = caller.limits
@@ -88,8 +89,8 @@ class TenantQuotas:
         self._note(tenant)
 
     def reserve(self, key: str, num_tokens: int, now_ns: int) -> None:
-        """Prompt and max_tokens of every output of a request. A second time, for another worker, it costs nothing.
-        Raises TenantLimit, ExceedsCapacity; then nothing has changed."""
+        """Reserve the prompt and max_tokens of every output. Reserving again, for another worker, costs nothing. Raises
+        TenantLimit, ExceedsCapacity; then nothing has changed."""
         held = self._held.get(key)
         if held is None or held.bucket is not None or held.tenant.bucket is None:
             return
@@ -117,7 +118,7 @@ class TenantQuotas:
             self._note(held.tenant)
 
     def leave(self, key: str, *, num_used: int, now_ns: int) -> None:
-        """The request ended after so many tokens, prompt included. Idempotent."""
+        """The request ended after this many tokens, prompt included. Idempotent."""
         held = self._held.pop(key, None)
         if held is None:
             return
@@ -214,7 +215,7 @@ class TenantQuotas:
 
 
 def _rate_and_burst(limits: TenantLimits) -> tuple[int, int]:
-    """Zeros for none."""
+    """(tokens per minute, burst); zeros if the tenant has no rate."""
     rate = limits.tokens_per_minute or 0
     return rate, limits.burst_tokens or rate
 
@@ -231,7 +232,7 @@ def _check(where: str, num_new: int, count: int, limit: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionCounts:
-    """num_entered: requests in flight; num_outputs: of them; num_placed: outputs that a worker has."""
+    """num_entered: requests in flight. num_outputs: their outputs. num_placed: outputs that a worker has."""
 
     num_entered: int
     num_outputs: int
@@ -239,11 +240,12 @@ class AdmissionCounts:
 
 
 class Admission:
-    """What all requests have in flight. An id is what distinguishes requests (`Caller.key_of`). A call that raises has
-    changed nothing."""
+    """What all requests together have in flight. Requests are told apart by key (`Caller.key_of`). A call that raises
+    has changed nothing."""
 
     def __init__(self, *, max_requests: int, max_service_requests: int | None = None) -> None:
-        """max_requests: outputs in flight here. max_service_requests: at all gateways of the service; None: any."""
+        """max_requests: outputs in flight here. max_service_requests: outputs at all gateways of the service; None: no
+        limit."""
         self._max_requests = max_requests
         self._max_service_requests = max_service_requests
         self.num_elsewhere = 0  # outputs that the other gateways have told of
@@ -269,8 +271,8 @@ class Admission:
         self._count(num_outputs)
 
     def place(self, request_id: str, worker_id: str, *, max_on_worker: int) -> None:
-        """Give all outputs of an entered request to a worker (again, after the first one left). Raises QueueFull; then
-        nothing has changed; LookupError for an id that did not enter."""
+        """Assign all outputs of an entered request to a worker, or to another one if the first is gone. Raises
+        QueueFull, and LookupError for a key that has not entered."""
         former = self._workers_of[request_id]
         on_worker = self._placed[worker_id] - former.count(worker_id)
         if on_worker + len(former) > max_on_worker:
@@ -279,8 +281,8 @@ class Admission:
             self._put(former, index, worker_id)
 
     def move(self, request_id: str, worker_id: str, output_index: int = 0) -> None:
-        """Another worker has taken a placed output, whatever its limit: the pool has seen to that. Nothing for an id
-        that is not in flight."""
+        """Another worker has taken a placed output. No limit applies: the pool has checked. Does nothing for a key that
+        is not in flight."""
         places = self._workers_of.get(request_id)
         if places is not None:
             self._put(places, output_index, worker_id)
@@ -311,46 +313,46 @@ class Admission:
         return request_id in self._workers_of
 
     def request_ids(self) -> tuple[str, ...]:
-        """Of all requests in flight."""
+        """Keys of all requests in flight."""
         return tuple(self._workers_of)
 
     def counts(self) -> AdmissionCounts:
-        """Now."""
+        """The counts now."""
         return AdmissionCounts(
             num_entered=len(self._workers_of), num_outputs=self._num_outputs, num_placed=self._placed.total()
         )
 
     def on_worker(self, worker_id: str) -> int:
-        """Outputs that this worker has."""
+        """How many outputs this worker has."""
         return self._placed.get(worker_id, 0)
 
 
 class ConnectionsInUse:
-    """Which connections have requests in flight, and in which order the others last had one. A connection is named by
-    its peer, as gRPC has it."""
+    """Which connections have requests in flight, and in what order the others last had one. A connection is named by
+    gRPC's name of its peer."""
 
     def __init__(self) -> None:
         self._in_flight: Counter[str] = Counter()
         self._last_used: dict[str, None] = {}
 
     def begin(self, peer: str) -> None:
-        """One of its requests enters."""
+        """One of the connection's requests enters."""
         self._in_flight[peer] += 1
         self._touch(peer)
 
     def end(self, peer: str) -> None:
-        """One of its requests left."""
+        """One of the connection's requests left."""
         self._in_flight[peer] -= 1
         if self._in_flight[peer] <= 0:
             del self._in_flight[peer]
         self._touch(peer)
 
     def busy(self) -> list[str]:
-        """Those with requests in flight."""
+        """Connections with requests in flight."""
         return list(self._in_flight)
 
     def used(self) -> list[str]:
-        """Those that had one, the latest last."""
+        """Connections that have had a request, most recent last."""
         return list(self._last_used)
 
     def _touch(self, peer: str) -> None:

@@ -1,8 +1,7 @@
-"""What the output must look like, by a request's constraint or the tools that it has to call, checked before it goes to
-a worker.
+"""The grammar of a request's output, from its constraint or the tools it must call, checked before it goes to a worker.
 
-In processes with limits: where many patterns meet, the library's work can take minutes, and cannot be stopped. They are
-started with the first constraint; those that were good are not checked again.
+Checks run in processes with limits: some constraints keep the library busy for minutes, and it cannot be interrupted.
+The processes are started with the first constraint; constraints that passed are not checked again.
 """
 
 import json
@@ -24,8 +23,8 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Grammar, GrammarKind
 
 log = structlog.get_logger(__name__)
-CHECK_PROCESSES = 3  # one tenant has two of them at most
-_TURNS = 5  # a constraint waits for as many others at most, each with all the time that it may take
+CHECK_PROCESSES = 3  # one tenant gets at most two of them
+_TURNS = 5  # the longest wait for a process, in checks that each take all of their time
 _MAX_KNOWN = 256  # valid grammars are not checked again
 _IN_TOOL = re.compile(r"tools\[(?P<index>\d+)\]\.(?P<part>name|parameters)\.?(?P<inner>.*)", re.DOTALL)
 _TOOL_FIELDS = {"name": "name", "parameters": "parameters_json"}
@@ -33,7 +32,7 @@ _TOOL_FIELDS = {"name": "name", "parameters": "parameters_json"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Check:
-    """A constraint, as `process_pool.Work`. key: its tenant."""
+    """A constraint to check, as `process_pool.Work`. key: its tenant."""
 
     grammar: Grammar
     limits: GrammarLimits
@@ -53,7 +52,7 @@ class ConstraintChecker:
     event loop."""
 
     def __init__(self, limits: GrammarLimits, bounds: ProcessLimits) -> None:
-        """bounds: of one check."""
+        """bounds: limits on one check."""
         self._limits = limits
         self._max_wait_s = _TURNS * bounds.cpu_s
         self._processes = ProcessPool(
@@ -66,7 +65,8 @@ class ConstraintChecker:
         self._known: OrderedDict[Grammar, None] = OrderedDict()
 
     async def check(self, request: pb.GenerateRequest, *, prefix: str, share: Share) -> Grammar | None:
-        """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
+        """The grammar that the request's output must match; None if it is unconstrained. Raises InvalidRequest,
+        TextError."""
         grammar = grammar_of(request)
         if grammar is None:
             return None
@@ -77,7 +77,7 @@ class ConstraintChecker:
         try:
             kind, text = await self._processes.run(work, share=share, max_wait_s=self._max_wait_s)
         except Stopped as stopped:
-            if stopped.exit_code is not None and stopped.exit_code >= 0:  # an error that the check does not know
+            if stopped.exit_code is not None and stopped.exit_code >= 0:  # an unexpected error
                 raise RuntimeError(f"the check of a constraint {stopped.reason}") from None
             log.warning("constraint_stopped", kind=grammar.kind.name, reason=stopped.reason)
             refused = GrammarRefused(Refusal.LIMIT, f"{stopped.reason} to check, which was stopped")
@@ -91,12 +91,13 @@ class ConstraintChecker:
         return grammar
 
     async def close(self) -> None:
-        """Check no more. Idempotent."""
+        """Stop checking. Idempotent."""
         await self._processes.close()
 
 
 def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
-    """From `constraint`, or from the tools of a chat that has to call one; unchecked."""
+    """The unchecked grammar, from `constraint`, or from the tools of a chat that must call one; None if there is
+    none."""
     constraint = request.constraint
     match constraint.WhichOneof("kind"):
         case "json_schema":
@@ -118,7 +119,7 @@ def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
 
 
 def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
-    """REQUIRED: calls of any tool; NAMED: one call of that tool."""
+    """REQUIRED: calls of any tool. NAMED: one call of that tool."""
     chat = request.chat
     if chat.tool_choice == pb.TOOL_CHOICE_REQUIRED:
         tools, max_calls = list(chat.tools), None
@@ -126,7 +127,7 @@ def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
         tools, max_calls = [tool for tool in chat.tools if tool.name == chat.tool_name], 1
     else:
         return None
-    # Schemas as they were written: read and written anew, a number may be another one.
+    # Schemas exactly as written: parsing and serializing again might change a number.
     listed = ", ".join(
         f'{{"name": {json.dumps(tool.name)}, "parameters": {tool.parameters_json or "null"}}}' for tool in tools
     )
@@ -144,7 +145,8 @@ def _invalid(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) 
 
 
 def _invalid_tool(chat: pb.Chat, refused: GrammarRefused, path: str) -> InvalidRequest:
-    """By its place among all tools of the chat: the grammar of a named one has that one alone."""
+    """The refusal, with the tool's place among all tools of the chat: the grammar of a named tool only contains that
+    one."""
     found = _IN_TOOL.fullmatch(refused.path)
     if found is None:
         return InvalidRequest.of(path, str(refused))

@@ -1,4 +1,4 @@
-"""Embed: every input is a request of its own to the workers, a bounded number of them at a time.
+"""Embed: every input is its own request to the workers, a bounded number of them at a time.
 
 Must not know how answers travel.
 """
@@ -39,8 +39,7 @@ _POOLINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embedded:
-    """One vector, float32. worker_id: the worker that computed it, after moves from worker to worker. sent_s,
-    ended_s: monotonic."""
+    """One vector, float32 [D]. worker_id: the worker that computed it, after any moves. sent_s, ended_s: monotonic."""
 
     vector_D: np.ndarray
     num_prompt_tokens: int
@@ -53,7 +52,7 @@ class Embedded:
 
     @property
     def journey(self) -> Journey:
-        """For a trace."""
+        """What a trace records of it."""
         return Journey(
             worker_id=self.first_worker_id, sent_s=self.sent_s, ended_s=self.ended_s, moves=self.moves,
             figures=self.figures,
@@ -72,14 +71,14 @@ class VectorSink:
         self._vector_D: np.ndarray | None = None
 
     def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Never: the pool sees to that."""
+        """Never called: the pool refuses tokens for an embedding."""
 
     def on_embedding(self, embedding_D: np.ndarray) -> None:
-        """Before the end."""
+        """The vector, before the end."""
         self._vector_D = embedding_D
 
     def on_finished(self, finished: Finished) -> None:
-        """The end: with a vector, or an error."""
+        """The worker is done: the outcome is the vector or an error."""
         error = error_of(finished)
         if error is not None or self._vector_D is None:
             self._fail(error or from_reason("INTERNAL", ""))
@@ -91,7 +90,7 @@ class VectorSink:
         self._fail(from_reason(reason, detail))
 
     def on_moved(self, worker_id: str, lost_s: float) -> None:
-        """Another worker computes it, or its own after a restart."""
+        """Another worker, or the same one after a restart, computes it now."""
         self.worker_id = worker_id
         self.moves.append(Move(worker_id, lost_s, time.monotonic()))
 
@@ -102,7 +101,7 @@ class VectorSink:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentInput:
-    """An input that a worker has. sent_s: monotonic."""
+    """An input that was sent to a worker. sent_s: monotonic."""
 
     handle: int
     sent_s: float
@@ -111,11 +110,11 @@ class SentInput:
 
     @property
     def is_running(self) -> bool:
-        """Neither vector nor error has come."""
+        """Whether neither the vector nor an error has come."""
         return not self.sink.outcome.done()
 
     async def result(self) -> Embedded:
-        """Raises the RequestError that ended it."""
+        """The vector. Raises the RequestError that ended it."""
         vector_D, figures, ended_s = await asyncio.shield(self.sink.outcome)
         return Embedded(
             vector_D=vector_D,
@@ -142,8 +141,8 @@ class Embedder:
     async def embed(
         self, request: pb.EmbedRequest, scope: RpcScope, *, timeout_s: float | None
     ) -> tuple[ModelCard, list[Embedded]]:
-        """A validated request's vectors, in the order of its inputs. timeout_s: the caller's, from the call's start.
-        Raises RequestError, TextError, PoolError; then nothing runs any more."""
+        """The vectors of a validated request, in the order of its inputs. timeout_s: the caller's, from the call's
+        start. Raises RequestError, TextError, PoolError; by then nothing is running."""
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         self._tracker.check_open()
         card = self._models.card_of(request.model or scope.model, self._pool)
@@ -172,7 +171,7 @@ class Embedder:
         return prompts
 
     async def _prompt_ids(self, each: pb.EmbedInput, card: ModelCard, path: str, keep: int, share: Share) -> np.ndarray:
-        """int32 [T]. keep: so many last tokens; 0: all."""
+        """int32 [T]. keep: only this many last tokens; 0: all."""
         if each.WhichOneof("input") == "token_ids":
             given = each.token_ids.ids
             ids = given[-keep:] if keep else given
@@ -216,13 +215,13 @@ class Embedder:
                     raise ExceedsCapacity(str(error), field=f"inputs[{index}]") from None
             return [await each.result() for each in sent]
         finally:
-            preparing.num_used_tokens = sum(each.num_prompt_tokens for each in sent)  # also where not all have ended
+            preparing.num_used_tokens = sum(each.num_prompt_tokens for each in sent)  # even if not all have ended
             for each in sent:
                 if each.is_running:
                     self._pool.cancel(each.handle)
                     each.sink.outcome.cancel()
                 elif not each.sink.outcome.cancelled():
-                    each.sink.outcome.exception()  # the first one was raised; asyncio need not report the others
+                    each.sink.outcome.exception()  # retrieved, so that asyncio does not report it
 
     async def _wait_for_room(self, sent: Sequence[SentInput]) -> None:
         while len(running := _running(sent)) >= WINDOW:
@@ -231,7 +230,8 @@ class Embedder:
     async def _send(
         self, run: Run, ids_T: np.ndarray, card: ModelCard, preparing: PreparingRequest, sent: Sequence[SentInput]
     ) -> SentInput:
-        """To a worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
+        """Send to a worker, waiting for room. Raises WorkerBusy only if none of this call's own inputs is going to
+        end."""
         num_gone = 0
         while True:
             try:
@@ -267,7 +267,7 @@ class Embedder:
 
 
 def normalized(vector_D: np.ndarray) -> np.ndarray:
-    """float32, of length 1; a vector of zeros stays what it is."""
+    """The vector scaled to length 1, float32; a zero vector is returned as it is."""
     length = float(np.linalg.norm(vector_D.astype(np.float64)))
     return vector_D if length == 0.0 else (vector_D / length).astype(np.float32)
 
@@ -284,7 +284,7 @@ def _running(sent: Sequence[SentInput]) -> list[SentInput]:
 
 
 async def _first_of(running: Sequence[SentInput]) -> None:
-    """Raises what ended one of them, if that was an error."""
+    """Wait until one of them is done. Raises its error, if it failed."""
     done, _ = await asyncio.wait([each.sink.outcome for each in running], return_when=asyncio.FIRST_COMPLETED)
     for outcome in done:
         outcome.result()

@@ -38,7 +38,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Grammar, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
-_MAX_MARK_GROWTH = 13  # times its bytes that a text has at most with a mark at each control token, escaped as JSON
+_MAX_MARK_GROWTH = 13  # a text with a JSON-escaped mark in every control token has at most this many times its bytes
 PARTIAL_MARGIN_S = 0.05
 """A partial output is sent so long before the wire's deadline: for its way through the loop, the network and the
 caller's library. Callers that are further away set `timeout_s` themselves."""
@@ -51,9 +51,12 @@ text is with the caller by then."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """end_s: monotonic seconds at which the worker stops; None: never. needs_backstop: the gateway has to end the
-    request where the worker is late (the gRPC library ends calls at the wire's deadline, with the status). figures_s:
-    seconds that the end of a partial answer then waits for the worker's figures."""
+    """When a request must have ended.
+
+    end_s: monotonic seconds at which the worker stops; None: never.
+    needs_backstop: the gateway must end the request if the worker is late. (At the call's own deadline gRPC ends it.)
+    figures_s: how long the end of a partial answer then waits for the worker's figures.
+    """
 
     end_s: float | None = None
     at_end: AtDeadline = AtDeadline.STATUS
@@ -64,7 +67,7 @@ class Deadline:
 def deadline_of(
     *, arrived_s: float, wire_timeout_s: float | None, timeout_s: float | None, at_end: AtDeadline
 ) -> Deadline:
-    """The earlier one of the wire's and the request's own. Both are seconds from arrival; None: not given."""
+    """The earlier of the call's deadline and the request's. Both are seconds from arrival; None: not given."""
     is_partial = at_end is AtDeadline.PARTIAL
     ends = []
     if wire_timeout_s is not None:
@@ -83,7 +86,7 @@ def deadline_of(
 
 @asynccontextmanager
 async def until(end_s: float | None) -> AsyncIterator[None]:
-    """end_s: monotonic; None: never. Raises DeadlinePassed where the time is over before the block."""
+    """Run the block until end_s (monotonic; None: no limit). Raises DeadlinePassed if it has not ended by then."""
     try:
         async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
             yield
@@ -92,14 +95,20 @@ async def until(end_s: float | None) -> AsyncIterator[None]:
 
 
 def deadline_before_sending() -> DeadlinePassed:
-    """The error of a request whose time was over before a worker had it."""
+    """The error for a deadline that passed before a worker had the request."""
     return DeadlinePassed("the deadline passed before the request was sent to a worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """prompt_ids_T: int32, at least one. prompt_text: what it was made of; empty where the caller gave ids. outputs:
-    the form of each output. grammar: what they must look like. bad_words: as tokens."""
+    """Everything a worker needs, and the form of the answer.
+
+    prompt_ids_T: int32, at least one.
+    prompt_text: what was tokenized; empty if the caller gave ids.
+    outputs: the format of each output.
+    grammar: what every output must match; None: anything.
+    bad_words: as token sequences.
+    """
 
     request: pb.GenerateRequest
     card: ModelCard
@@ -117,7 +126,7 @@ class Prepared:
 
 
 def share_of(scope: RpcScope) -> Share:
-    """The share of text threads that the call's tenant has."""
+    """The share of the text threads that the call's tenant has."""
     return Share(tenant=scope.caller.tenant or "", weight=scope.caller.weight)
 
 
@@ -133,14 +142,14 @@ class InputProcessor:
         self._constraints = ConstraintChecker(limits.grammar, bounds)
 
     async def close(self) -> None:
-        """Check no more constraints. Idempotent."""
+        """Stop checking constraints. Idempotent."""
         await self._constraints.close()
 
     async def process(
         self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share
     ) -> Prepared:
-        """prefix: the request's path in the message that carries it. share: of its tenant. Raises RequestError,
-        TextError."""
+        """Prepare a validated request. prefix: the request's path in the message that carries it. share: its tenant's.
+        Raises RequestError, TextError."""
         grammar = None
         if is_constrained(request):
             grammar = await self._constraints.check(request, prefix=prefix, share=share)
@@ -199,7 +208,8 @@ class InputProcessor:
         return await self._text.run_steps(steps, num_bytes=len(rendered), share=share)
 
     async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, prefix: str, share: Share) -> Encoded:
-        """As many last tokens as the caller keeps, and their text where an output repeats it or something was cut."""
+        """The prompt's ids, only as many last ones as the caller keeps; and its text if an output repeats it or
+        something was cut off."""
         keep = request.truncate_prompt_tokens
         if request.WhichOneof("input") == "token_ids":
             given = request.token_ids.ids

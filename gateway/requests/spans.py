@@ -26,8 +26,9 @@ LOST = "WORKER_LOST"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journey:
-    """One output, or one input's way to a vector. worker_id: its first. scheduled_s, first_token_s: as the gateway
-    heard of them; 0.0: not. figures: of its last worker, where they came. Times are monotonic seconds."""
+    """One output, or one embedding input, on its way through workers. worker_id: the first one. scheduled_s,
+    first_token_s: when the gateway learned of them; 0.0: not yet. figures: the last worker's, if they came. Times are
+    monotonic seconds."""
 
     worker_id: str
     sent_s: float
@@ -48,7 +49,7 @@ def trace_request(
     sent_s: float,
     num_prompt_tokens: int,
 ) -> None:
-    """A request that a worker had, however it ended. worker_id: its first."""
+    """Record a request that a worker had, however it ended. worker_id: its first worker."""
     trace = scope.trace
     if trace is None or not trace.is_kept:
         return
@@ -82,7 +83,7 @@ def trace_request(
 
 
 def trace_embeddings(scope: RpcScope, card: ModelCard, journeys: Sequence[Journey], *, num_tokens: int) -> None:
-    """Inputs that became vectors. num_tokens: of all inputs."""
+    """Record a call's embedding inputs. num_tokens: of all inputs."""
     trace = scope.trace
     if trace is None or not trace.is_kept or not journeys:
         return
@@ -103,7 +104,7 @@ def _names(scope: RpcScope, operation: str, card: ModelCard) -> dict[str, "str |
 
 
 def _reason(stream: OutputStream) -> str:
-    """Why an output ended; empty where it was cut off."""
+    """Why an output ended; empty if it was cut off."""
     if stream.processor.match is not None:
         return "stop"
     if stream.finished is None or stream.error is not None:
@@ -128,7 +129,8 @@ def _trace_journey(trace: CallTrace, index: int, journey: Journey) -> None:
 def _trace_marks(
     trace: CallTrace, since_s: float, until_s: float, journey: Journey, common: Attributes, *, error: str = ""
 ) -> None:
-    """Of a worker that told no figures. A mark before its time was another worker's doing."""
+    """Spans for a worker that sent no figures, from what the gateway saw. Marks before since_s belong to an earlier
+    worker."""
     marks = (journey.scheduled_s, journey.first_token_s)
     begun_s, first_s = (min(max(mark or until_s, since_s), until_s) for mark in marks)
     begun_s = min(begun_s, first_s)

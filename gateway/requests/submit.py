@@ -40,7 +40,7 @@ from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Grammar, ModelCard, Run, SamplingParams
 
-# What generation_config.json may set, and what an unset field means where it says nothing.
+# What generation_config.json may set, and the defaults where it does not.
 _NEUTRAL: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -53,7 +53,7 @@ _NEUTRAL: dict[str, float] = {
 
 
 def default_sampling(card: ModelCard) -> dict[str, Any]:
-    """What unset fields become for this model."""
+    """The model's values for unset fields."""
     known = {name: value for name, value in card.default_sampling.items() if name in _NEUTRAL}
     return _NEUTRAL | known
 
@@ -66,8 +66,8 @@ def complete_sampling(
     grammar: Grammar | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """A validated request's parameters. max_tokens is cut at the end of the context. grammar: its constraint.
-    bad_words: as tokens."""
+    """A validated request's parameters, complete. max_tokens is cut at the end of the context. grammar: its constraint.
+    bad_words: as token sequences."""
     stop, output = request.stop, request.output
     values = default_sampling(card) | _given(request.sampling)
     values |= {"top_k": int(values["top_k"]), "bad_words": bad_words}
@@ -86,7 +86,7 @@ def complete_sampling(
 
 
 def _given(params: pb.SamplingParams) -> dict[str, Any]:
-    """What is set, by name: the contract and the workers call sampling parameters alike."""
+    """The fields that are set, by name; the contract and the wire use the same names for sampling parameters."""
     values: dict[str, Any] = {}
     for field, value in params.ListFields():
         values[field.name] = value if not field.is_repeated else dict(value) if field.message_type else tuple(value)
@@ -95,7 +95,7 @@ def _given(params: pb.SamplingParams) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collaborators:
-    """What every request of a gateway passes on its way to a worker, whatever its RPC and dialect: one of each."""
+    """The parts of a gateway that requests of every RPC and dialect need on their way to a worker."""
 
     tracker: RequestTracker
     pool: WorkerPool
@@ -108,10 +108,10 @@ class Collaborators:
 
 
 class Submitter:
-    """One per gateway; every method on its event loop. coalescer: of all streams, so that they share its rounds."""
+    """One per gateway; every method on its event loop. coalescer: shared by all streams."""
 
     def __init__(self, collaborators: Collaborators, *, receipt_timeout_s: float) -> None:
-        """receipt_timeout_s: how long the worker's figures are waited for after a stop string."""
+        """receipt_timeout_s: how long to wait for the worker's figures after a stop string."""
         self.coalescer = Coalescer()
         self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
         self._input_processor = collaborators.input_processor
@@ -125,7 +125,7 @@ class Submitter:
     ) -> TrackedRequest:
         """Start a validated request. prefix: its path in the message. timeout_s: the caller's, from the call's start.
 
-        The caller has to answer it inside of `RequestTracker.closing`. Raises RequestError, TextError, PoolError; then
+        The caller must answer it within `RequestTracker.closing`. Raises RequestError, TextError, PoolError; then
         nothing is held.
         """
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
@@ -147,7 +147,7 @@ class Submitter:
     # No await from here to `RequestTracker.closing`: a request that was sent is always closed.
 
     def _send_to_best(self, prepared: Prepared, scope: RpcScope) -> TrackedRequest:
-        """To the worker that is best now; to another one where that one is gone before it has the request."""
+        """Send to the worker that is best now, or to another if that one leaves before it has the request."""
         salt = self._prefix_salt.of(scope.caller, prepared.request.cache_salt)
         for _ in range(MAX_CHOICES - 1):
             try:
@@ -243,7 +243,8 @@ class Submitter:
         )
 
     def _cancel_at_match(self, key: str) -> Callable[[OutputStream], None]:
-        """When a stop string ends the output: cancel it at the worker, and wait a bounded time for its figures."""
+        """A callback for when a stop string ends the output: cancels it at the worker, and waits a bounded time for its
+        figures."""
 
         def cancel(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):
@@ -253,7 +254,7 @@ class Submitter:
         return cancel
 
     def _pause_or_resume(self, key: str) -> Callable[[OutputStream], None]:
-        """When a reader falls behind, or has caught up: pause or resume its output at the worker."""
+        """A callback for when a reader falls behind or has caught up: pauses or resumes its output at the worker."""
 
         def send(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):

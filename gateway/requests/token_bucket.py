@@ -1,10 +1,10 @@
-"""Tokens a minute: a bucket that fills by itself and is taken from. Pure: times are arguments."""
+"""Rate limit in tokens per minute, as a token bucket. Pure: times are arguments."""
 
-_UNITS_PER_TOKEN = 60_000_000_000  # one unit comes in per nanosecond and token a minute: whole numbers, no rounding
+_UNITS_PER_TOKEN = 60_000_000_000  # a rate of one token a minute adds one unit per nanosecond: integers, no rounding
 
 
 class NotEnough(Exception):
-    """A bucket is too empty. wait_ns: until it is full enough, None for never."""
+    """The bucket holds too few tokens. wait_ns: until it holds enough; None: never."""
 
     def __init__(self, wait_ns: int | None) -> None:
         super().__init__(wait_ns)
@@ -12,8 +12,8 @@ class NotEnough(Exception):
 
 
 class TokenBucket:
-    """Fills by tokens_per_minute up to burst_tokens; starts full. Exact: an integer of 1/60e9 tokens, below 0
-    where more was taken elsewhere than there was."""
+    """Refills at tokens_per_minute up to burst_tokens; starts full. Exact: counts in units of 1/60e9 token. The level
+    is negative after more was spent at other gateways than there was."""
 
     def __init__(self, *, tokens_per_minute: int, burst_tokens: int, now_ns: int) -> None:
         self._rate = tokens_per_minute
@@ -22,7 +22,7 @@ class TokenBucket:
         self._at_ns = now_ns
 
     def take(self, num_tokens: int, now_ns: int) -> None:
-        """Raises NotEnough; then nothing was taken."""
+        """Take tokens. Raises NotEnough; then nothing was taken."""
         self._fill(now_ns)
         wanted = num_tokens * _UNITS_PER_TOKEN
         if wanted > self._capacity:
@@ -32,26 +32,26 @@ class TokenBucket:
         self._level -= wanted
 
     def give_back(self, num_tokens: int, now_ns: int) -> None:
-        """Tokens that were taken and not used."""
+        """Return tokens that were taken but not used."""
         self._fill(now_ns)
         self._level = min(self._capacity, self._level + num_tokens * _UNITS_PER_TOKEN)
 
     def charge(self, num_tokens: int, now_ns: int) -> None:
-        """Tokens that another gateway has taken, whether they are here or not; below 0: that it gave back."""
+        """Take what another gateway spent, even if the level becomes negative. Below 0: what it gave back."""
         self.give_back(-num_tokens, now_ns)
 
     def empty_to(self, num_lacking: int, now_ns: int) -> None:
-        """Lack at least so many tokens of being full."""
+        """Lower the level until at least this many tokens are missing."""
         self._fill(now_ns)
         self._level = min(self._level, self._capacity - num_lacking * _UNITS_PER_TOKEN)
 
     def level(self, now_ns: int) -> int:
-        """In units of 1/60e9 tokens."""
+        """The level, in units of 1/60e9 token."""
         self._fill(now_ns)
         return self._level
 
     def lacking(self, now_ns: int) -> int:
-        """Tokens that it lacks of being full; a part of one counts as one."""
+        """Tokens missing from a full bucket, rounded up."""
         self._fill(now_ns)
         return -(-(self._capacity - self._level) // _UNITS_PER_TOKEN)
 

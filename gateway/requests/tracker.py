@@ -1,7 +1,7 @@
-"""Which requests are in flight: they enter, are failed or aborted whatever they are doing, and leave, however they end.
+"""Which requests are in flight: they enter, may be failed or aborted in any state, and leave exactly once.
 
-`PreparingRequest` is one that no worker has yet, `TrackedRequest` one that a worker has. Each dialect makes messages of
-its own; the loop that writes them (`stream_response`), and what is counted there, is here. Must not know what is sent
+A `PreparingRequest` has no worker yet, a `TrackedRequest` has one. Each dialect makes its own messages; the loop that
+writes and counts them (`stream_response`) is here. Must not know what is sent
 to workers (`gateway.requests.submit`, `gateway.requests.embedding`), nor text (`gateway.requests.input_processor`).
 """
 
@@ -29,8 +29,8 @@ from octavo.wire.messages import ModelCard, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class PreparingRequest:
-    """A request that no worker has yet, or an embedding. error: why the gateway cancelled the task. num_used_tokens: of
-    a tenant's quota if it ends here. model: once a worker has a part of it. is_begun: a worker computes for it."""
+    """A request that no worker has yet, or an embedding. error: why the gateway cancelled the task. num_used_tokens:
+    charged to the tenant if it ends here. model: set once a worker has a part of it. is_begun: a worker computes it."""
 
     task: "asyncio.Task[object]"
     scope: RpcScope
@@ -43,12 +43,11 @@ class PreparingRequest:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrackedRequest:
-    """One request that a worker has. Times are monotonic seconds.
+    """A request that a worker has. Times are monotonic seconds.
 
-    worker: its first, as it was chosen. sent_s: when it was sent there. task: the one that answers the RPC. outputs:
-    the pool's handle and the stream of each. sampling: of output 0; the outputs after it draw with the seeds after
-    its. prompt_text, prompt_ids: empty where the caller did not ask for them. meters: of its model. tenant_meters: None
-    where callers are not known.
+    worker: the first one chosen. sent_s: when it was sent there. task: answers the RPC. outputs: pool handle and stream
+    of each. sampling: of output 0; later outputs draw with the seeds that follow. prompt_text, prompt_ids: empty unless
+    the caller asked for them. meters: the model's. tenant_meters: None if callers are not identified.
     """
 
     scope: RpcScope
@@ -62,28 +61,28 @@ class TrackedRequest:
     tenant_meters: TenantMeters | None = None
     prompt_text: str = ""
     prompt_ids: Sequence[int] = ()
-    last_message_s: dict[int, float] = field(default_factory=dict)  # of each output that has had one
-    num_complete: int = 0  # outputs that are complete and were sent
-    backstop: asyncio.TimerHandle | None = None  # ends the outputs where the worker is late at the deadline
+    last_message_s: dict[int, float] = field(default_factory=dict)  # by output, once it has had one
+    num_complete: int = 0  # outputs completely sent
+    backstop: asyncio.TimerHandle | None = None  # ends the outputs if the worker misses the deadline
 
     @property
     def request_id(self) -> str:
-        """The caller's, or the one that was drawn for it."""
+        """The caller's id, or the one drawn for it."""
         return self.scope.request_id
 
     @property
     def card(self) -> ModelCard:
-        """Of its model."""
+        """The model's card."""
         return self.worker.card
 
     @property
     def stream(self) -> OutputStream:
-        """Of output 0."""
+        """The stream of output 0."""
         return self.outputs[0][1]
 
     @property
     def streams(self) -> list[OutputStream]:
-        """Of each output."""
+        """The stream of each output."""
         return [stream for _, stream in self.outputs]
 
     def worker_id(self, index: int = 0) -> str:
@@ -92,13 +91,13 @@ class TrackedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Generated, in all outputs."""
+        """Tokens generated in all outputs."""
         return sum(stream.processor.num_tokens for stream in self.streams)
 
     # ------------------------------------------------------------ ends that come from the gateway
 
     def end_at_deadline(self, figures_s: float) -> None:
-        """The time is over and the worker has not ended it. A partial answer waits figures_s for its figures."""
+        """The deadline has passed and the worker has not ended it. A partial answer waits figures_s for its figures."""
         for stream in self.streams:
             stream.end_at_deadline()
         self.backstop = asyncio.get_running_loop().call_later(figures_s, self._stop_waiting)
@@ -108,20 +107,20 @@ class TrackedRequest:
             stream.stop_waiting_for_figures()
 
     def fail(self, error: RequestError) -> None:
-        """End all outputs. A task that is in a write is cancelled and finds the error in the stream: a caller that does
-        not read would keep even a complete output open."""
+        """End all outputs. A task blocked in a write is cancelled and finds the error in the stream: a caller that does
+        not read would otherwise keep even a complete output open."""
         for stream in self.streams:
             stream.fail(error)
         if self.stream.write_since_s:
             self.interrupt(error)
 
     def interrupt(self, error: RequestError) -> None:
-        """Cancel the task though its output may be complete: the caller does not read it."""
+        """Cancel the task even if its output is complete, because the caller does not read it."""
         self.stream.error = self.stream.error or error
         self.task.cancel()
 
     def error_behind(self) -> BaseException:
-        """Why the task was cancelled: an error that the gateway put into a stream, or the caller is gone."""
+        """Why the task was cancelled: the error in a stream, or CancelledError if the caller is gone."""
         error = next((stream.error for stream in self.streams if stream.error), None)
         if error is None:
             return asyncio.CancelledError()
@@ -131,20 +130,20 @@ class TrackedRequest:
     # ------------------------------------------------------------ what the caller gets
 
     async def write(self, context: Context, message: Any) -> None:
-        """Write a message, with the mark by which stalled writes are found."""
+        """Write a message, marked as pending so that stalled writes can be found."""
         self.stream.write_since_s = time.monotonic()
         await context.write(message)
         self.stream.write_since_s = 0.0
 
     async def write_piece(self, context: Context, message: Any, piece: Piece, index: int = 0) -> None:
-        """Write the message of an output's piece."""
+        """Write the message made of an output's piece, and count the piece."""
         now_s = time.monotonic()
         await self.write(context, message)
         self.scope.tokens_delivered += piece.num_tokens
         self.count_piece(piece, now_s, index)
 
     def count_piece(self, piece: Piece, now_s: float, index: int = 0) -> None:
-        """A piece of an output went out, or was collected. now_s: monotonic."""
+        """Count a piece that was sent or collected. now_s: monotonic."""
         meters, num_tokens, last_s = self.meters, piece.num_tokens, self.last_message_s.get(index)
         meters.messages += 1
         self._count_generated(num_tokens)
@@ -160,10 +159,10 @@ class TrackedRequest:
             self.tenant_meters.generation_tokens += num_tokens
 
     def count_finished(self, reason: str, index: int = 0) -> None:
-        """An output is complete and was sent. reason: of octavo.v1.FinishReason, in lower case."""
+        """Count an output that is complete and was sent. reason: an octavo.v1.FinishReason, in lower case."""
         meters = self.meters
         meters.finished[reason] += 1
-        self._count_generated(self.streams[index].processor.num_undelivered)  # without text: no piece carried them
+        self._count_generated(self.streams[index].processor.num_undelivered)  # no text: in no piece
         meters.end_to_end.observe(time.monotonic() - self.scope.started_s)
         if (figures := self.streams[index].finished) is not None:
             meters.queue.observe(figures.queue_s)
@@ -175,7 +174,7 @@ class TrackedRequest:
 
 
 async def stream_response(tracked: TrackedRequest, context: Context, to_message: Callable[[Piece], Any]) -> None:
-    """Write the one output of a request: one turn a message, however many tokens came while the last one was written.
+    """Write the single output of a request. Each message has all tokens that came while the previous one was written.
     Raises the RequestError that ended the output, after what came before it."""
     stream = tracked.stream
     while (piece := await stream.next()) is not None:
@@ -188,8 +187,8 @@ async def stream_responses(
     to_message: Callable[[int, Piece], Any],
     to_end: Callable[[int], Any],
 ) -> None:
-    """The same for several outputs, each with its end as soon as that is known. Both callables get the output's index.
-    Raises the RequestError that ended one of them."""
+    """Write several outputs, each followed by its end. Both callables get the output's index. Raises the RequestError
+    that ended one of them."""
     streams = OutputStreams(tracked.streams)
     while (news := await streams.next()) is not None:
         index, piece = news
@@ -202,8 +201,8 @@ async def stream_responses(
 class RequestTracker:
     """One per gateway process; every method on its event loop. Iterating gives the requests that workers have.
 
-    Requests are known by their keys (`RpcScope.key`): the same id may be in flight for several tenants, who learn
-    nothing of each other. write_stall_s: how long a message may wait to be read.
+    Requests are identified by key (`RpcScope.key`): several tenants may have the same id in flight without learning of
+    each other. write_stall_s: how long a message may wait to be read.
     """
 
     def __init__(self, *, pool: WorkerPool, limits: RequestLimits, meters: GatewayMeters) -> None:
@@ -225,16 +224,16 @@ class RequestTracker:
         return iter(tuple(self._by_key.values()))
 
     def get(self, key: str) -> TrackedRequest | None:
-        """None where no worker has it."""
+        """The request, or None if no worker has it."""
         return self._by_key.get(key)
 
     @property
     def preparing(self) -> list[PreparingRequest]:
-        """The requests that no worker has yet, and those that their tasks do to their ends; the oldest first."""
+        """Requests that no worker has yet, and those answered by their own tasks (embeddings); oldest first."""
         return list(self._preparing.values())
 
     def at_workers(self) -> tuple[int, int]:
-        """How many requests workers have, embeddings among them, and how many of those are begun."""
+        """(number of requests that workers have, embeddings included; how many of those are begun)."""
         begun = [bool(each.stream.scheduled_s or each.stream.first_token_s) for each in self]
         begun += [each.is_begun for each in self.preparing if each.model]
         return len(begun), sum(begun)
@@ -242,14 +241,14 @@ class RequestTracker:
     # ------------------------------------------------------------ in
 
     def check_open(self) -> None:
-        """Raises Draining once shutting down has begun."""
+        """Raises Draining once shutdown has begun."""
         if self.is_draining:
             raise Draining("this gateway is shutting down")
 
     @contextmanager
     def enter(self, scope: RpcScope, *, num_outputs: int = 1) -> Iterator[PreparingRequest]:
-        """A place for a request: kept until `close` where the block ends well, given back where it does not. While the
-        block runs `fail` cancels its task, and the block raises the error then."""
+        """A place for a request: kept until `close` if the block succeeds, given back if it raises. During the block
+        `fail` cancels its task, and the block raises the error instead."""
         key, preparing = scope.key, PreparingRequest(current_task(), scope, num_outputs)
         self.admission.enter(key, num_outputs=num_outputs)
         self._peer_of[key] = scope.peer
@@ -271,39 +270,39 @@ class RequestTracker:
 
     @contextmanager
     def hold(self, scope: RpcScope) -> Iterator[PreparingRequest]:
-        """The same for a request that ends with the block: the place is given back in any case."""
+        """`enter` for a request that ends with the block: the place is always given back."""
         with self.enter(scope) as preparing:
             yield preparing
         self._leave(scope.key, num_used=preparing.num_used_tokens)
 
     def place(self, scope: RpcScope, worker: WorkerView) -> None:
-        """Count a request's outputs at a worker (again, after the first one left). Raises QueueFull."""
+        """Count a request's outputs at a worker, or at another one if the first left. Raises QueueFull."""
         capacity = worker.capacity
         max_on_worker = capacity.max_num_seqs + capacity.max_waiting
         self.admission.place(scope.key, worker.worker_id, max_on_worker=max_on_worker)
 
     def reserve(self, scope: RpcScope, num_tokens: int) -> None:
-        """Take the prompt and max_tokens of every output from the tenant's quota. A second time, for another worker, it
+        """Charge the prompt and max_tokens of every output to the tenant's quota. Charging again, for another worker,
         costs nothing. Raises TenantLimit, ExceedsCapacity."""
         self.quotas.reserve(scope.key, num_tokens, _now_ns())
 
     def add(self, tracked: TrackedRequest) -> None:
-        """A worker has it. Keys are unique: admission checks that."""
+        """A worker has the request. Its key is unique: admission checks that."""
         self._by_key[tracked.scope.key] = tracked
 
     # ------------------------------------------------------------ out
 
     def fail(self, request_id: str, error: RequestError) -> int:
-        """End all requests of this id, of every tenant, whatever they are doing; how many."""
+        """End all requests with this id, of every tenant, whatever their state. Returns how many."""
         keys = [key for key in self.admission.request_ids() if id_in(key) == request_id]
         return sum(self._fail(key, error) for key in keys)
 
     def fail_all(self, error: RequestError) -> int:
-        """End every request; how many."""
+        """End every request. Returns how many."""
         return sum(self._fail(key, error) for key in self.admission.request_ids())
 
     def fail_stalled_writes(self, *, max_wait_s: float) -> int:
-        """End requests whose caller has not taken a message for so long; how many."""
+        """End requests whose caller has not taken a message for max_wait_s. Returns how many."""
         limit_s = time.monotonic() - max_wait_s
         stalled = [each for each in self if 0.0 < each.stream.write_since_s < limit_s]
         for each in stalled:
@@ -320,24 +319,24 @@ class RequestTracker:
         return tracked is not None or preparing is not None
 
     def abort(self, key: str) -> bool:
-        """End a request as its caller asked: it is cancelled at the worker at once, and the caller gets what came
-        before and an end; False where it is not in flight."""
+        """End a request at its caller's wish: it is cancelled at the worker at once, and the caller gets what came
+        before and an end. False if it is not in flight."""
         error, tracked = RequestAborted("the request was aborted"), self._by_key.get(key)
         if tracked is None:
             return self._fail(key, error)
         for handle, stream in tracked.outputs:
-            stream.fail(error)  # a message that is being written is not interrupted
+            stream.fail(error)  # does not interrupt a message that is being written
             self._pool.cancel(handle)
         return True
 
     def abort_all(self, tenant: str | None) -> int:
-        """The same for every request of a tenant (None: of all); how many."""
+        """Abort every request of a tenant (None: of all). Returns how many."""
         return sum(map(self.abort, [key for key in (*self._by_key, *self._preparing) if is_of_tenant(key, tenant)]))
 
     @contextmanager
     def closing(self, tracked: TrackedRequest) -> Iterator[None]:
-        """The block answers the request, which is closed behind it. Raises in place of CancelledError the error that
-        the task was cancelled for."""
+        """Answer the request in the block; it is closed afterwards. If the task was cancelled for an error, raises that
+        error in place of CancelledError."""
         try:
             yield
         except asyncio.CancelledError:
@@ -346,7 +345,7 @@ class RequestTracker:
             self.close(tracked)
 
     def close(self, tracked: TrackedRequest) -> None:
-        """The RPC is over: note its figures for the log, cancel outputs that run, forget the request. Idempotent."""
+        """The RPC is over: note its figures for the log, cancel running outputs, forget the request. Idempotent."""
         first_s = tracked.stream.first_token_s
         tracked.scope.log_fields |= {
             "model": tracked.card.name,
@@ -374,7 +373,7 @@ class RequestTracker:
         self._leave(tracked.scope.key, num_used=tracked.num_prompt_tokens + tracked.num_tokens)
 
     async def write(self, context: Context, message: Any) -> None:
-        """A message of a stream that belongs to no request. Raises SlowConsumer where it waits too long."""
+        """Write a message of a stream that belongs to no request. Raises SlowConsumer if it waits too long."""
         try:
             async with asyncio.timeout(self.write_stall_s):
                 await context.write(message)
@@ -389,12 +388,12 @@ class RequestTracker:
 
 
 def current_task() -> "asyncio.Task[object]":
-    """The task of the request."""
+    """The task that answers the current RPC."""
     task = asyncio.current_task()
     assert task is not None, "requests are submitted by tasks"
     return task
 
 
 def _now_ns() -> int:
-    """Monotonic, as quotas count."""
+    """Monotonic time, as quotas count it."""
     return round(time.monotonic() * 1e9)

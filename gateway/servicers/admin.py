@@ -35,7 +35,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.AbortResponse(found=outcome.num_ended > 0, unreachable_gateways=outcome.silent)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        """By the workers' last heartbeats, and the answers of all gateways."""
+        """The load by the workers' last heartbeats and the answers of all gateways."""
         check(request)
         outcome = await self._control.load()
         return pb.GetLoadResponse(
@@ -74,26 +74,26 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: Context
     ) -> pb.FlushPrefixCacheResponse:
-        """Forget cached prefixes."""
+        """Drop cached prefixes."""
         check(request)
         replies = await self._pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
         return pb.FlushPrefixCacheResponse(num_blocks=sum(reply.num_flushed_blocks for _, reply in replies))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Begin to shut down; the answer does not wait for the end."""
+        """Begin to shut down; does not wait until it is done."""
         check(request)
         outcome = await self._control.drain(request.grace_s if request.HasField("grace_s") else None)
         return pb.DrainResponse(num_in_flight=outcome.num_in_flight, unreachable_gateways=outcome.silent)
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Start workers, or let some go."""
+        """Start workers, or stop some."""
         check(request)
         async with self._supervisor() as supervisor:
             answer: pb.ScaleResponse = await supervisor.Scale(request, timeout=SCALE_TIMEOUT_S)
         return answer
 
     async def ScaleGateways(self, request: pb.ScaleGatewaysRequest, context: Context) -> pb.ScaleGatewaysResponse:
-        """Place gateways on other hosts, or let some go."""
+        """Place gateways on other hosts, or stop some."""
         check(request)
         async with self._supervisor() as supervisor:
             answer: pb.ScaleGatewaysResponse = await supervisor.ScaleGateways(request, timeout=SCALE_TIMEOUT_S)
@@ -101,7 +101,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     @asynccontextmanager
     async def _supervisor(self) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
-        """The supervisor, which starts processes and ends them; its refusal is ours."""
+        """A stub of the supervisor, which starts and ends processes. Its refusals are passed on."""
         if self._supervisor_address is None:
             alone = "which alone starts and ends workers and gateways"
             raise ScaleRefused(f"this gateway was not started by octavo serve, {alone}")

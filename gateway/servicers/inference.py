@@ -29,7 +29,7 @@ _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """One per gateway. Methods raise errors; the interceptor makes the status."""
+    """One per server. Methods raise errors; the interceptor turns them into statuses."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         await self._check(lambda: check_generate(request), request)
         tracked = await self._submitter.submit(request, scope, prefix="", timeout_s=scope.wire_timeout_s)
         with self._tracker.closing(tracked):
-            # Not earlier: a refusal has to be a trailers-only response, which the client's library may retry.
+            # Not earlier: a refusal must be a trailers-only response, which client libraries may retry.
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, tracked.request_id),))
             await tracked.write(context, started_event(tracked))
             await (self._stream if len(tracked.outputs) == 1 else self._stream_all)(tracked, context)
@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         await stream_responses(tracked, context, lambda index, piece: delta_event(piece, table, index), end)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
-        """The same in one message."""
+        """Generate, with all outputs in one message."""
         scope = current_rpc.get()
         scope.adopt_request_id(request.generate.request_id)
         await self._check(lambda: check_complete(request), request)
@@ -128,7 +128,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Text or chat to ids, as Generate would."""
+        """Text or chat to ids, exactly as Generate would."""
         await self._check(lambda: check_tokenize(request), request)
         self._tracker.check_open()
         text = self._models.text_of(self._card(request.model))
@@ -155,7 +155,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return await self._text.run(detokenize, num_bytes=len(request.token_ids), share=share_of(current_rpc.get()))
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
-        """End a request of the caller's own."""
+        """End one of the caller's own requests."""
         scope = current_rpc.get()
         scope.adopt_request_id(request.request_id)
         check(request)
@@ -166,7 +166,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self._models.card_of(name or current_rpc.get().model, self._pool)
 
     async def _check(self, check_it: Callable[[], None], request: Message) -> None:
-        """Large requests are checked off the event loop."""
+        """Run a check, off the event loop if the request is large."""
         share = share_of(current_rpc.get())
         await self._text.run_by_size(check_it, num_bytes=request.ByteSize(), share=share)
 
@@ -175,7 +175,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_scaled: bool) -> pb.Embedding:
-    """arrived_s: of the call, monotonic. is_scaled: to length 1."""
+    """arrived_s: start of the call, monotonic. is_scaled: scale the vector to length 1."""
     figures = each.figures
     return pb.Embedding(
         values=(normalized(each.vector_D) if is_scaled else each.vector_D).tolist(),
@@ -198,7 +198,7 @@ def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_s
 
 
 def started_event(tracked: TrackedRequest) -> pb.GenerateResponse:
-    """The first event."""
+    """The first event of a stream."""
     started = pb.Started(
         request_id=tracked.request_id,
         model=tracked.card.name,
@@ -210,7 +210,7 @@ def started_event(tracked: TrackedRequest) -> pb.GenerateResponse:
 
 
 def delta_event(piece: Piece, table: ByteTable | None, index: int = 0) -> pb.GenerateResponse:
-    """table: for the texts of log-probabilities; None where the caller wants no text. index: of the output."""
+    """table: for the texts of log-probabilities; None if the caller wants no text. index: the output's."""
     response = pb.GenerateResponse()
     delta = response.delta
     delta.text = piece.text
@@ -238,7 +238,7 @@ def _call_delta(piece: CallPiece) -> pb.ToolCallDelta:
 
 
 def whole_calls(pieces: Iterable[CallPiece]) -> list[pb.ToolCall]:
-    """The calls of a complete output, without those that were withdrawn."""
+    """The calls of a complete output, without withdrawn ones."""
     calls: dict[int, pb.ToolCall] = {}
     for piece in pieces:
         if piece.is_withdrawn:
@@ -251,7 +251,7 @@ def whole_calls(pieces: Iterable[CallPiece]) -> list[pb.ToolCall]:
 
 
 def position_logprobs(token_id: int, position: TokenLogprobs, table: ByteTable | None) -> pb.TokenLogprobs:
-    """One position: the chosen token and the most probable ones."""
+    """Log-probabilities at one position: of the chosen token and of the most probable ones."""
     top = zip(position.top_ids, position.top_logprobs, strict=True)
     return pb.TokenLogprobs(
         chosen=_token_logprob(token_id, position.logprob, table),
@@ -268,7 +268,7 @@ def _token_logprob(token_id: int, logprob: float, table: ByteTable | None) -> pb
 
 
 def finished_event(tracked: TrackedRequest, index: int = 0) -> pb.Finished:
-    """The end of a complete output, with what is known of it."""
+    """The end of a complete output, with all that is known of it."""
     stream = tracked.streams[index]
     figures = stream.finished or _NO_FIGURES
     return pb.Finished(
@@ -297,7 +297,7 @@ def _stop(stream: OutputStream, figures: Finished) -> pb.StopMatch | None:
 
 
 def usage_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Usage:
-    """completion_tokens is what the output has: a worker may have been some tokens ahead of a stop string."""
+    """completion_tokens counts what the output has: the worker may have been a few tokens past a stop string."""
     stream = tracked.streams[index]
     figures = stream.finished or _NO_FIGURES
     return common_pb2.Usage(
@@ -308,7 +308,7 @@ def usage_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Usage:
 
 
 def receipt_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Receipt:
-    """Where the time went; the worker's part is 0 where its figures did not come."""
+    """Where the time went. The worker's figures are 0 if they did not come."""
     stream = tracked.streams[index]
     figures, first_s = stream.finished or _NO_FIGURES, stream.first_token_s
     return common_pb2.Receipt(
@@ -334,7 +334,7 @@ def receipt_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Receipt:
 
 @dataclass(slots=True)
 class Collected:
-    """One output of a unary answer, gathered piece by piece."""
+    """One output of a unary answer, collected piece by piece."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -343,7 +343,7 @@ class Collected:
     calls: list[CallPiece] = field(default_factory=list)
 
     def add(self, piece: Piece, table: ByteTable | None) -> None:
-        """The next piece. table: for the texts of log-probabilities; None where the caller wants no text."""
+        """Add the next piece. table: for the texts of log-probabilities; None if the caller wants no text."""
         self.texts.append(piece.text)
         self.token_ids += piece.token_ids
         self.calls += piece.tool_calls
@@ -351,21 +351,21 @@ class Collected:
         self.prompt_logprobs += [position_logprobs(*position, table) for position in piece.prompt_logprobs]
 
     def fill(self, target: pb.CompleteResponse | pb.FurtherOutput) -> None:
-        """Write the output into the answer."""
+        """Write the output into the response."""
         target.text = "".join(self.texts)
         target.token_ids.extend(self.token_ids)
         target.logprobs.extend(self.logprobs)
         target.tool_calls.extend(whole_calls(self.calls))
 
     def further_output(self, finished: pb.Finished) -> pb.FurtherOutput:
-        """As one of the outputs after the first."""
+        """The output as one of those after the first."""
         output = pb.FurtherOutput(finished=finished)
         self.fill(output)
         return output
 
 
 async def collect(tracked: TrackedRequest, table: ByteTable | None) -> list[Collected]:
-    """All outputs, once the last has ended. Raises the RequestError that ended one of them."""
+    """All outputs, once the last one has ended. Raises the RequestError that ended one of them."""
     source, wholes = OutputStreams(tracked.streams), [Collected() for _ in tracked.streams]
     while (news := await source.next()) is not None:
         index, piece = news

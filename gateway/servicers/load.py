@@ -20,7 +20,7 @@ class LoadServicer(load_pb2_grpc.LoadServiceServicer):
         self._tracker = tracker
 
     async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> None:
-        """A snapshot at once, then one an interval. One is made when the former was taken: none wait in line."""
+        """A snapshot at once, then one per interval. Each is made once the previous one was taken, so none queue up."""
         check(request)
         async with aclosing(self._watch.snapshots(self._control, request)) as snapshots:
             async for snapshot in snapshots:

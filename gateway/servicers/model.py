@@ -23,7 +23,7 @@ _NO_RULES = MessageRules()
 
 @cache
 def supported_paths(message: Descriptor) -> tuple[str, ...]:
-    """Every leaf that is served: "sampling.temperature", "chat.messages.role" (elements have no index here)."""
+    """Every leaf field that is served: "sampling.temperature", "chat.messages.role" (without indexes of elements)."""
     return tuple(_paths(message, ""))
 
 
@@ -51,13 +51,13 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self._max_message_bytes = max_message_bytes
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> model_pb2.ListModelsResponse:
-        """By name; empty where no worker is ready."""
+        """All models, by name; empty if no worker is ready."""
         check(request)
         cards = self._pool.cards()
         return model_pb2.ListModelsResponse(models=[self._info(cards[name]) for name in sorted(cards)])
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
-        """One of them."""
+        """One model."""
         check(request)
         card = self._models.card_of(request.model or current_rpc.get().model, self._pool)
         return model_pb2.GetModelResponse(model=self._info(card))

@@ -59,7 +59,7 @@ class StopText(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """The prompt, as the output repeats it."""
+    """The prompt, to be repeated before the output."""
 
     text: str
     token_ids: Sequence[int]
@@ -67,11 +67,16 @@ class Echo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
-    """What the caller asked for. bytes_by_id: a column of ByteTable, None for no text. stop_ids: tokens that end the
-    output, whose text is left out. min_tokens: stop strings are looked for after so many tokens. make_call_id: tool
-    calls are parsed out of the text and get these ids; None: they stay text. stop_text: what becomes of what ended the
-    output. echo: precedes the output; None: nothing does. prompt_ids: the prompt's, where its log-probabilities
-    are given."""
+    """What the caller asked for.
+
+    bytes_by_id: a column of ByteTable; None for no text.
+    stop_ids: tokens that end the output; their text is left out unless stop_text says otherwise.
+    min_tokens: stop strings only count after this many tokens.
+    make_call_id: draws ids of tool calls, which are parsed out of the text; None: they stay text.
+    stop_text: what becomes of the text that ended the output.
+    echo: precedes the output; None: nothing does.
+    prompt_ids: the prompt's, if its log-probabilities are wanted.
+    """
 
     bytes_by_id: Sequence[bytes] | None
     wants_ids: bool
@@ -86,9 +91,13 @@ class OutputFormat:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """What goes into one Delta. logprobs: (the chosen token, its position). num_tokens: since the last piece.
-    tool_calls: pieces of them, whose text is not part of `text`. prompt_logprobs: as logprobs, of the prompt's tokens
-    from the second one on; at most a few hundred in a piece."""
+    """The content of one Delta.
+
+    logprobs: (chosen token, its position's log-probabilities).
+    num_tokens: tokens since the last piece.
+    tool_calls: not part of `text`.
+    prompt_logprobs: for the prompt's tokens from the second one on; at most a few hundred per piece.
+    """
 
     text: str
     token_ids: list[int]
@@ -99,7 +108,7 @@ class Piece:
 
 
 class OutputProcessor:
-    """Call feed, take, feed, take … finish, take."""
+    """One output's tokens in, pieces out. Call order: feed, take, feed, take … finish, take."""
 
     __slots__ = (
         "_detokenizer",
@@ -145,35 +154,35 @@ class OutputProcessor:
 
     @property
     def gives_text(self) -> bool:
-        """Whether pieces have text at all."""
+        """Whether pieces have text."""
         return self._detokenizer is not None
 
     @property
     def num_tool_calls(self) -> int:
-        """Complete ones, of what was parsed so far."""
+        """Complete tool calls parsed so far."""
         return self._parser.num_calls if self._parser is not None else 0
 
     @property
     def num_pending(self) -> int:
-        """Tokens that have come since `take` was last asked: what it found nothing to send of is kept nowhere."""
+        """Tokens that have come since the last `take`. (Tokens held back by that `take` do not count.)"""
         return self.num_tokens - self._num_seen
 
     @property
     def num_undelivered(self) -> int:
-        """Tokens that no piece has carried: their text is hidden, or held back."""
+        """Tokens that no piece has carried, because their text is hidden or held back."""
         return self.num_tokens - self._num_taken
 
     @property
     def has_undelivered_prompt(self) -> bool:
-        """Whether the prompt's log-probabilities are to be told, and the piece with the last of them was not taken."""
+        """Whether log-probabilities of the prompt are wanted and the piece with the last of them was not taken."""
         return bool(self._format.prompt_ids) and not self._num_taken
 
     def feed_prompt(self, logprobs: list[TokenLogprobs]) -> None:
-        """What follows of the prompt's log-probabilities; before any token."""
+        """The next log-probabilities of the prompt; before any token."""
         self._prompt_logprobs += logprobs
 
     def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """New tokens, in order; after a stop string they are dropped."""
+        """New tokens, in order. After a stop string they are dropped."""
         if self._matcher is not None:
             token_ids = self._match(token_ids, self._matcher)
         elif self._detokenizer is not None:
@@ -185,7 +194,7 @@ class OutputProcessor:
             self._logprobs += zip(token_ids, logprobs, strict=False)  # shorter where a stop string cut the ids
 
     def _match(self, token_ids: list[int], matcher: StopMatcher) -> list[int]:
-        """Detokenize one by one; the tokens up to the one that completed a stop string."""
+        """Detokenize one by one. Returns the tokens up to the one that completed a stop string."""
         if matcher.match is not None:
             return []
         for index, token_id in enumerate(token_ids):
@@ -201,13 +210,13 @@ class OutputProcessor:
         return token_ids
 
     def _until_stop(self, text: str, matcher: StopMatcher) -> str:
-        """What may be sent of this text; where a stop string ends in it, up to that one, or with it."""
+        """The part of this text that may be sent: up to a stop string that ends in it, or including that."""
         sent = matcher.feed(text)
         is_included = self._format.stop_text is StopText.INCLUDED
         return sent + matcher.match if is_included and matcher.match is not None else sent
 
     def _detokenize(self) -> str:
-        """The text of what came, but for a last token that may prove to be the end."""
+        """The text of the new tokens, without a last one that may prove to be the stop token."""
         ids, detokenizer = self._to_detokenize, self._detokenizer
         if not ids or detokenizer is None:
             return ""
@@ -228,13 +237,13 @@ class OutputProcessor:
         self._end_text(self._detokenizer.feed(self._to_detokenize) + self._detokenizer.flush())
 
     def cut_short(self) -> None:
-        """No more tokens, in the middle of the output: only whole characters, and nothing is held back any more."""
+        """No more tokens, though the output has not ended: flush what was held back, except for half a character."""
         self._is_over = True
         if self._detokenizer is not None and self.match is None:
             self._end_text(self._detokenizer.feed(self._to_detokenize))
 
     def _end_text(self, text: str) -> None:
-        """text: what was not given to the matcher yet."""
+        """text: what the matcher has not seen yet."""
         self._to_detokenize = []
         if self._matcher is not None:
             text = self._until_stop(text, self._matcher) + self._matcher.flush()
@@ -242,14 +251,14 @@ class OutputProcessor:
         self._end_calls()
 
     def _end_calls(self) -> None:
-        """Nothing follows: parse what is left, also an unfinished call."""
+        """Nothing follows: parse the rest, including an unfinished call."""
         if self._parser is not None:
             self._parser.feed(self._text)
             self._parser.finish()
             self._text = ""
 
     def take(self) -> Piece | None:
-        """What can be sent now; None where that is nothing."""
+        """What can be sent now; None if nothing."""
         if self._matcher is None and self._to_detokenize:
             self._text += self._detokenize()
         calls: list[CallPiece] = []
@@ -267,7 +276,7 @@ class OutputProcessor:
         return piece
 
     def _take_prompt(self, calls: list[CallPiece]) -> Piece:
-        """What precedes the output; the last part of it goes with the first part of the output."""
+        """A piece with what precedes the output. Its last part goes together with the first part of the output."""
         start = self._num_scored
         scores, self._prompt_logprobs = (
             self._prompt_logprobs[:_PROMPT_POSITIONS],

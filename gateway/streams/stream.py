@@ -7,15 +7,15 @@ when idle, several when writing is slow, tokens come in bursts, or the gateway i
     RUNNING --worker's end--> ENDED
     RUNNING --lost, failed, aborted--> FAILED
 
-**Slow readers.** A reader is behind that is busy with a message while many tokens gather: its output is paused at the
-worker, and continues as soon as most of them are taken. A reader that waits is not behind, however much has gathered:
-it takes all of it in its next turn, or nothing of it can be sent yet.
+**Slow readers.** A reader that is still writing a message while many tokens gather is behind: its output is paused at
+the worker, and resumed once most of them are taken. A reader that is waiting is not behind, however much has gathered:
+it takes everything in its next turn, or nothing can be sent yet.
 
-**Coalescing.** A message costs 30 to 60 µs whatever it carries, and gRPC takes in a request in several turns of the
-event loop, one after the other: a gateway that is busy with single tokens makes new requests wait while the workers'
-slots are empty (bench/gateway/arrivals.py). So once the loop's thread computes half of the time, each output gets one
-message a round, rounds move further apart, and they wait while calls come in; with time to spare, tokens go out at once
-again. First tokens and ends never wait.
+**Coalescing.** A message costs 30 to 60 µs whatever it carries, and gRPC needs several turns of the event loop to take
+a request: a gateway busy with single tokens makes new requests wait while workers have free slots
+(bench/gateway/arrivals.py). So once the loop's thread is busy half of the time, each output gets one message per round,
+rounds move further apart, and they wait while calls arrive; with time to spare, tokens go out at once again. First
+tokens and ends never wait.
 """
 
 import asyncio
@@ -29,20 +29,20 @@ from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, 
 from octavo.gateway.streams.output_processor import OutputProcessor, Piece
 from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 
-BUSY_SHARE = 0.5  # of the thread's time: above, rounds move apart
-CALM_SHARE = 0.3  # below, they move together
+BUSY_SHARE = 0.5  # of the thread's time; above it, rounds move apart
+CALM_SHARE = 0.3  # below it, they move closer
 STEP = 1.5
-LEAST_INTERVAL_S = 0.001  # below, tokens go out as they come
+LEAST_INTERVAL_S = 0.001  # below it, tokens go out as they come
 MOST_INTERVAL_S = 0.008
-ROUND_PART = 16  # readers that are woken in one turn of the loop
-YIELD_S = 0.001  # a round waits so long for the next call after one
-MOST_YIELD_S = 0.004  # and no longer than this for all of them
-WINDOW_S = 0.02  # the share is measured over so long
-STALE_S = 0.2  # a share that is older is not used
+ROUND_PART = 16  # readers woken in one turn of the loop
+YIELD_S = 0.001  # how long a round waits for another call after one
+MOST_YIELD_S = 0.004  # … and for all of them together
+WINDOW_S = 0.02  # time over which the busy share is measured
+STALE_S = 0.2  # an older share is not used
 
 
 class Move(NamedTuple):
-    """An output's way from a worker that was lost to worker_id. Times are monotonic seconds."""
+    """An output moved from a worker that was lost to worker_id. Times are monotonic seconds."""
 
     worker_id: str
     lost_s: float
@@ -57,10 +57,10 @@ class Notifier:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        self.was_missed = False  # nobody waited when a round came
+        self.was_missed = False  # a round came while no task was waiting
 
     async def wait(self) -> None:
-        """Until the next `notify`; earlier ones do not count."""
+        """Wait for the next `notify`; earlier ones do not count."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -69,7 +69,7 @@ class Notifier:
 
     @property
     def is_awaited(self) -> bool:
-        """A task waits for it, or was woken and has not had its turn."""
+        """Whether a task is waiting, or was woken and has not run yet."""
         return self._waiter is not None
 
     def notify(self) -> None:
@@ -80,7 +80,7 @@ class Notifier:
 
 
 class Coalescer:
-    """Says when readers are woken for new tokens, and take them. One per gateway, on its event loop."""
+    """Decides when readers are woken for new tokens, and take them. One per gateway, on its event loop."""
 
     def __init__(self, *, cpu_s: Callable[[], float] | None = None, now_s: Callable[[], float] | None = None) -> None:
         """cpu_s: CPU time of this thread; now_s: monotonic. None: the system's."""
@@ -90,23 +90,23 @@ class Coalescer:
         self._waiting: dict[Notifier, None] = {}  # for the next round
         self._left: dict[Notifier, None] = {}  # what is left of this one
         self._round: asyncio.Handle | None = None  # the next round, or the next part of this one
-        self._due_s = 0.0  # of the round that is next, or was last
+        self._due_s = 0.0  # of the next round, or of the last one
         self._interval_s = 0.0
         self._call_s = 0.0  # when the last call came in
 
     @property
     def interval_s(self) -> float:
-        """Between rounds now; 0.0: tokens go out as they come."""
+        """Time between rounds; 0.0: tokens go out as they come."""
         return 0.0 if self._now_s() - self._window[0] > STALE_S else self._interval_s
 
     def holds(self, notifier: Notifier) -> bool:
-        """Whether its reader, when it comes from a message, is to take nothing before the next round. One that was busy
-        with the message while a round passed makes up for it."""
+        """Whether this reader, back from writing a message, must wait for the next round. If a round passed while it
+        was writing, it need not."""
         was_missed, notifier.was_missed = notifier.was_missed, False
         return not was_missed and (notifier in self._waiting or notifier in self._left)
 
     def yield_to_call(self) -> None:
-        """A call has come in: what waits for a round, and what is left of one, waits until no other call follows."""
+        """A call has arrived: pending and unfinished rounds wait until no other call follows."""
         self._call_s = self._now_s()
 
     def notify(self, notifier: Notifier) -> None:
@@ -127,8 +127,8 @@ class Coalescer:
         self._round = asyncio.get_running_loop().call_later(self._due_s - now_s, self._notify_some)
 
     def _notify_some(self) -> None:
-        """A part of the round that is due, unless calls come in: they are let in between two parts. One that is late
-        goes on as a whole."""
+        """Wake a part of the readers that are due, then let arriving calls in. A round that is late is completed at
+        once."""
         loop, now_s = asyncio.get_running_loop(), self._now_s()
         is_late = now_s - self._due_s >= MOST_YIELD_S
         if now_s - self._call_s < YIELD_S and not is_late:
@@ -174,7 +174,7 @@ class StreamState(Enum):
     FAILED = "failed"
 
 
-_RESUME_SHARE = 4  # an output continues at this part of the mark at which it is paused
+_RESUME_SHARE = 4  # resumed at this fraction of the mark at which it pauses
 
 
 class OutputStream:
@@ -200,11 +200,12 @@ class OutputStream:
         notifier: Notifier | None = None,
         coalescer: Coalescer | None = None,
     ) -> None:
-        """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
-        begun; called at once. on_moved: another worker, by its id, continues the output. on_flow: `is_paused` has
-        changed. notifier: shared by the streams of one request; None: one of its own. pause_pending_tokens: unread
-        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens after
-        the first are read; None: as they come."""
+        """on_match: called once, soon after a stop string ended the output. on_started: the worker has begun.
+        on_moved: another worker, by id, continues the output. on_flow: `is_paused` has changed.
+        notifier: shared by the streams of one request; None: its own.
+        pause_pending_tokens: unread tokens at which it pauses, at most half of max_pending_tokens, which end it.
+        coalescer: decides when tokens after the first are read; None: at once.
+        """
         self.processor = processor
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
@@ -230,7 +231,7 @@ class OutputStream:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether an output that is over was ended by a stop string or token, not by its length."""
+        """Whether a finished output ended with a stop string or token rather than at its length limit."""
         finished = self.finished
         return self.processor.match is not None or (finished is not None and finished.reason is WireFinishReason.STOP)
 
@@ -277,7 +278,7 @@ class OutputStream:
                 self._end_partial(StreamState.ENDED)
                 return
             self.error = error_of(finished)
-            if self.error is None:  # an output that is cut short has no end: half a character is left out
+            if self.error is None:  # cut short otherwise: half a character is left out
                 self.processor.finish(finished.stop_token_id)
             self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
         self.notifier.notify()
@@ -300,13 +301,13 @@ class OutputStream:
     # ------------------------------------------------------------ the gateway's side
 
     def fail(self, error: RequestError) -> None:
-        """End the output from here (abort, drain, slow reader). A first end counts."""
+        """End the output from the gateway's side (abort, drain, slow reader). Only the first end counts."""
         if self.state in (StreamState.RUNNING, StreamState.MATCHED):
             self.error, self.state = error, StreamState.FAILED
             self.notifier.notify()
 
     def end_at_deadline(self) -> None:
-        """The time is over and the worker has not ended it. A partial output still waits for the worker's figures."""
+        """The deadline passed before the worker ended it. A partial output still waits for the worker's figures."""
         if self.state is not StreamState.RUNNING:
             return
         if self.at_deadline is AtDeadline.PARTIAL:
@@ -328,21 +329,21 @@ class OutputStream:
             self._on_flow(self)
 
     def _catch_up(self, piece: Piece | None) -> None:
-        """piece: what was taken last. Where that is nothing, the reader waits for more."""
+        """Resume a paused output once its reader has caught up. piece: what was taken last; None: nothing is left."""
         if piece is None or self.processor.num_pending * _RESUME_SHARE <= self._pause_mark:
             self.is_paused = False
             if self._on_flow is not None:
                 self._on_flow(self)
 
     def stop_waiting_for_figures(self) -> None:
-        """After a stop string, or at the deadline: the worker did not answer in time."""
+        """The worker's figures did not come in time after a stop string or the deadline."""
         if self.state is StreamState.MATCHED:
             self.state = StreamState.ENDED
             self.notifier.notify()
 
     def take(self) -> Piece | None:
-        """What can be sent now; None where that is nothing. A paused output continues where little or nothing is
-        left. Nothing is taken before the round that comes for it."""
+        """What can be sent now; None if nothing, or if it must wait for the next round. Resumes a paused output once
+        little is left."""
         if self._waits_for_round():
             return None
         piece = self.processor.take()
@@ -358,7 +359,7 @@ class OutputStream:
 
     async def next(self) -> Piece | None:
         """The next piece, as soon as there is one; None after the last. Raises the RequestError that ended the output,
-        after what came before it. For one caller at a time."""
+        after what came before it. One caller at a time."""
         while True:
             piece = self.take()
             if piece is not None:
@@ -371,16 +372,16 @@ class OutputStream:
 
 
 class OutputStreams:
-    """Several outputs of one request, as one source of pieces. They share a notifier."""
+    """Several outputs of one request as one source of pieces. They share a notifier."""
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self._open = dict(enumerate(streams))
         self._notifier = streams[0].notifier
 
     async def next(self) -> tuple[int, Piece | None] | None:
-        """Of some output its next piece, or None once where it has ended; None after the last of all. Outputs take
-        turns, behind the prompt that output 0 tells. Raises the RequestError that ended one of them. For one caller at
-        a time."""
+        """(output index, its next piece), or (index, None) once when that output ends; None after all have ended.
+        Outputs take turns, except that prompt log-probabilities, which output 0 carries, come first. Raises the
+        RequestError that ended one of them. One caller at a time."""
         while self._open:
             first = self._open.get(0)
             turns = ((0, first),) if first and first.processor.has_undelivered_prompt else tuple(self._open.items())

@@ -24,7 +24,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 class ChatInput:
     """A conversation in the form that templates expect (that of OpenAI's API): plain JSON values.
 
-    messages: role, content, and where given tool_calls and tool_call_id. tools: None where there are none.
+    messages: role, content, and, if given, tool_calls and tool_call_id. tools: None if there are none.
     """
 
     messages: list[dict[str, Any]]
@@ -33,8 +33,8 @@ class ChatInput:
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name. A template of unknown origin is rendered in a
-    process with limits (`gateway.text.process_pool`)."""
+    """One template with the special tokens that it may name. Templates are foreign code: render them in a process with
+    limits (`gateway.text.process_pool`)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat template") -> None:
         """name: the file that it comes from."""
@@ -44,7 +44,7 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str:
-        """Hex, of everything that it is."""
+        """Hex digest of everything that the template consists of."""
         everything = json.dumps([self.source, self.special_tokens, self.name])
         return hashlib.sha256(everything.encode()).hexdigest()
 
@@ -53,8 +53,8 @@ class ChatTemplate:
         return _environment().from_string(self.source)
 
     def render(self, chat: ChatInput, *, max_bytes: int) -> str:
-        """The prompt. Raises TemplateError with the template's own message where it refuses, PromptTooLong once it is
-        above max_bytes, MemoryError."""
+        """The prompt. Raises TemplateError, with the template's own message if it refuses; PromptTooLong once the text
+        exceeds max_bytes; MemoryError."""
         rendered, num_bytes = list[str](), 0
         try:
             for part in self._compiled.generate(
@@ -81,8 +81,8 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As in `transformers.utils.chat_template_utils`, whose own cannot be imported without megabytes of modules, which
-    a process would have to load before its first chat."""
+    """As in `transformers.utils.chat_template_utils`. Importing that one would load megabytes of modules before a
+    process renders its first chat."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -97,12 +97,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks the turns of the model, for training; here it is the text inside."""
+    """``{% generation %}`` marks the model's turns for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """What is between the tags, with a scope of its own."""
+        """The content between the tags, in its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
@@ -122,7 +122,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML needs escaped."""
+    """Without HTML escapes, unlike Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -131,13 +131,13 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict` without its attributes, which lead out of the sandbox."""
+    """`dict` without its attributes, some of which lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """As that of `dict`."""
+        """See `dict.fromkeys`."""
         return dict.fromkeys(*args, **kwargs)
 
 
@@ -165,8 +165,8 @@ def _check_name(name: object) -> None:
 
 
 def templates_of(files: Mapping[str, bytes]) -> dict[str, ChatTemplate]:
-    """By name, as transformers finds them: chat_template.jinja is `DEFAULT`, else what tokenizer_config.json has, one
-    or several. Empty where the checkpoint has none."""
+    """Templates by name, found as transformers does: chat_template.jinja is `DEFAULT`; otherwise one or several from
+    tokenizer_config.json. Empty if the checkpoint has none."""
     config, tokens_map = (_json_object(files, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     tokens = special_tokens(config, tokens_map)
     if "chat_template.jinja" in files:
@@ -185,7 +185,7 @@ def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _named_sources(given: object) -> dict[str, str]:
-    """Several are a list of objects, or an object."""
+    """Several templates are a list of objects, or an object."""
     if isinstance(given, list):
         given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
     named = given if isinstance(given, dict) else {DEFAULT: given}

@@ -15,7 +15,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class BadJson(ValueError):
-    """A character that no JSON value has there, or one more level than `MAX_DEPTH`."""
+    """A character that cannot stand there in JSON, or nesting deeper than `MAX_DEPTH`."""
 
 
 class _At(Enum):
@@ -54,8 +54,8 @@ _WHOLE_NUMBERS = frozenset({_At.ZERO, _At.INTEGER, _At.FRACTION, _At.EXPONENT_DI
 
 
 class JsonScanner:
-    """One value from its first character on; no whitespace before it. ``is_done``: it is complete. ``position``: where
-    the last `feed` stopped, also by an error."""
+    """Scans one value from its first character (no leading white space). ``is_done``: the value is complete.
+    ``position``: where the last `feed` stopped, even if it raised."""
 
     __slots__ = ("_at", "_closers", "_is_key", "_rest", "is_done", "position")
 
@@ -68,8 +68,8 @@ class JsonScanner:
         self._rest = ""  # of a literal, or a digit each of a \\u escape
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Read on; where it stopped: behind the value where that is done, else the end. Raises BadJson. The character
-        behind a number belongs to the next state: only it shows that the number is done."""
+        """Read on. Returns where it stopped: after the value once that is done, else at the end. Raises BadJson. The
+        character after a number is not consumed, although only it shows that the number is done."""
         self.position, end = start, len(text)
         while self.position < end and not self.is_done:
             if self._at is _At.STRING and (run := _PLAIN.match(text, self.position)):
@@ -79,7 +79,7 @@ class JsonScanner:
         return self.position
 
     def _take(self, character: str) -> bool:
-        """One character; whether it was the value's."""
+        """Process one character. Returns whether it belongs to the value."""
         at = self._at
         if at in _NUMBER:
             return self._take_in_number(character)

@@ -65,7 +65,7 @@ class ControlTokens:
         return any(self._pattern.search(text) for text in strings_in(value))
 
     def mark_for(self, value: Any) -> str:
-        """A character that no string of this JSON value contains, as such or escaped as JSON."""
+        """A character that occurs in no string of this JSON value, neither as such nor JSON-escaped."""
         used = {*chain.from_iterable(strings_in(value)), *chain.from_iterable(map(_PAIR.findall, strings_in(value)))}
         for code in _PRIVATE_USE:
             if chr(code) not in used and _escaped(chr(code)) not in used:
@@ -73,7 +73,7 @@ class ControlTokens:
         raise TemplateError("the messages use every private-use character")
 
     def marked(self, value: Any, mark: str) -> Any:
-        """The JSON value with the mark after the first character of every control token in it."""
+        """The JSON value with the mark inserted after the first character of every control token."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
         if isinstance(value, dict):
@@ -83,7 +83,7 @@ class ControlTokens:
         return value
 
     def pieces(self, rendered: str, mark: str) -> Iterator[tuple[str, str]]:
-        """The rendered text as (text without marks, control token after it or "") in order."""
+        """The rendered text as (text without marks, following control token or ""), in order."""
         start = 0
         for match in self._pattern.finditer(rendered):
             yield unmarked(rendered[start : match.start()], mark), match[0]
@@ -92,7 +92,7 @@ class ControlTokens:
 
 
 def unmarked(text: str, mark: str) -> str:
-    """Without marks, also where a template escaped them as JSON."""
+    """The text without marks, including those that a template JSON-escaped."""
     return text.replace(mark, "").replace(_escaped(mark), "") if mark else text
 
 
@@ -110,19 +110,19 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of a prompt. max_bytes: of its text. max_tokens: more are refused; None: any number. keep: only so many last
-    tokens are wanted, 0: all."""
+    """Limits of a prompt. max_bytes: of its text. max_tokens: more are refused; None: no limit. keep: only this many
+    last tokens are wanted; 0: all."""
 
     max_bytes: int
     max_tokens: int | None = None
     keep: int = 0
 
     def has_enough(self, num_tokens: int) -> bool:
-        """Whether there are tokens that will be cut off."""
+        """Whether further tokens would be cut off anyway."""
         return 0 < self.keep < num_tokens
 
     def check(self, num_tokens: int) -> None:
-        """Raises TooManyTokens where more would be left than may be."""
+        """Raises TooManyTokens if too many would remain after cutting."""
         left = min(num_tokens, self.keep) if self.keep else num_tokens
         if self.max_tokens is not None and left > self.max_tokens:
             raise TooManyTokens(max_tokens=self.max_tokens)
@@ -130,7 +130,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedChat:
-    """mark: what stands in control tokens of the caller; "" where there are none."""
+    """mark: inserted into control tokens in the caller's strings; "" if there are none."""
 
     chat: ChatInput
     mark: str
@@ -148,7 +148,7 @@ def _ids_T(tokenizer: Tokenizer, piece: str | int, *, adds_special: bool) -> np.
 
 
 def _in_order(text: str, cuts: TextPieces | None, bounds: Bounds) -> Iterable[str]:
-    """Its pieces, from the end where only last tokens are kept."""
+    """The text's pieces; last first if only last tokens are kept."""
     if cuts is None or len(text) <= PIECE_CHARACTERS:
         return [text]
     pieces = cuts.split(text, size=PIECE_CHARACTERS)
@@ -156,7 +156,7 @@ def _in_order(text: str, cuts: TextPieces | None, bounds: Bounds) -> Iterable[st
 
 
 def finish(steps: Steps[T]) -> T:
-    """The result of steps, here and now."""
+    """Run the steps to the end, here and now. Returns their result."""
     while True:
         try:
             next(steps)
@@ -169,7 +169,7 @@ class ModelText:
     """One tokenizer with its chat templates."""
 
     def __init__(self, files: Mapping[str, bytes], *, num_ids: int) -> None:
-        """files: a TokenizerBundle's. num_ids: ids that the model may send. Raises UnsupportedTokenizer."""
+        """files: from a TokenizerBundle. num_ids: ids that the model may send. Raises UnsupportedTokenizer."""
         try:
             self._source = files["tokenizer.json"]
         except KeyError:
@@ -188,7 +188,7 @@ class ModelText:
 
     @cached_property
     def bytes_with_call_tags(self) -> tuple[bytes, ...]:
-        """The column of visible tokens with the tags of tool calls, where those are special tokens."""
+        """Column of visible bytes by id, including the tags of tool calls if those are special tokens."""
         table, rows = self.table, None
         for tag in (OPEN, CLOSE):
             if (token_id := self._special_ids.get(tag)) is not None:
@@ -206,7 +206,7 @@ class ModelText:
         return tokenizer
 
     def _plain_tokenizer(self) -> Tokenizer:
-        """A second instance that takes special tokens for text; made when first needed."""
+        """A second instance, made on first use, that treats special tokens as plain text."""
         with self._plain_lock:
             if self._plain is None:
                 self._plain = self._load()
@@ -214,17 +214,17 @@ class ModelText:
             return self._plain
 
     def encode(self, text: str, *, max_bytes: int) -> Encoded:
-        """`encoding` at once."""
+        """`encoding` without steps."""
         return finish(self.encoding(text, Bounds(max_bytes=max_bytes)))
 
     def encoding(self, text: str, bounds: Bounds) -> Steps[Encoded]:
-        """Plain text as it is: special tokens in it are recognised, and those that the tokenizer's post-processor adds
-        are added. Raises PromptTooLong, TooManyTokens; what the bytes alone show is checked before the first step."""
+        """Encode plain text: special tokens in it are recognised, and those that the tokenizer's post-processor adds
+        are added. Raises PromptTooLong, TooManyTokens; what the byte length alone shows, before the first step."""
         self._check_size(text, bounds)
         return self._encoding([text], text, self._tokenizer, self._pieces, bounds)
 
     def template_of(self, chat: ChatInput) -> ChatTemplate:
-        """The one for this chat. Raises TemplateError where there is none."""
+        """The template for this chat. Raises TemplateError if there is none."""
         if chat.tools and TOOL_USE in self._templates:
             return self._templates[TOOL_USE]
         if DEFAULT not in self._templates:
@@ -233,8 +233,7 @@ class ModelText:
         return self._templates[DEFAULT]
 
     def marked(self, chat: ChatInput) -> MarkedChat:
-        """The chat as the template gets it: control tokens in callers' strings are marked, where there are any. Raises
-        TemplateError."""
+        """The chat for the template, with control tokens in the caller's strings marked. Raises TemplateError."""
         values = [chat.messages, chat.tools or []]
         try:
             if not self._control.occur_in(values):
@@ -246,7 +245,7 @@ class ModelText:
         return MarkedChat(chat=replace(chat, messages=messages, tools=tools or None), mark=mark)
 
     def rendered_encoding(self, rendered: str, mark: str, bounds: Bounds) -> Steps[Encoded]:
-        """What the template made of a marked chat; callers' control tokens stay text. Raises as `encoding`."""
+        """Encode the template's output for a marked chat; callers' control tokens stay text. Raises as `encoding`."""
         if not mark:
             self._check_size(rendered, bounds)
             return self._encoding([rendered], rendered, self._tokenizer, self._pieces, bounds, adds_special=False)
@@ -277,8 +276,8 @@ class ModelText:
         *,
         adds_special: bool = True,
     ) -> Steps[Encoded]:
-        """parts: strings to tokenize, ids as they are. From the end where only last tokens are kept; no further than
-        needed to know whether there are too many."""
+        """parts: strings to tokenize, and ids to copy. Works from the end if only last tokens are kept, and stops as
+        soon as there are too many."""
         adds_special = adds_special and tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         rows, num_tokens, num_pending = list[np.ndarray](), 0, 0
         for part in reversed(parts) if bounds.keep else parts:
@@ -309,8 +308,9 @@ class ModelText:
             raise TooManyTokens(max_tokens=bounds.max_tokens)
 
     def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that spell the words, at the begin of a text and behind a space, as vLLM has them; without
-        doubles and without those that end in another one. Raises ValueError with the index of a word without tokens."""
+        """Token sequences that spell the words, both at the beginning of a text and after a space, as vLLM does;
+        without duplicates, and without sequences that end in another one. Raises ValueError with the index of a word
+        that has no tokens."""
         found: dict[tuple[int, ...], None] = {}
         for index, word in enumerate(words):
             bare = tuple(_ids(self._tokenizer, word.lstrip()))
@@ -323,16 +323,16 @@ class ModelText:
         return tuple(found)
 
     def decode_all(self, token_ids: Sequence[int] | np.ndarray, *, max_bytes: int = MAX_DECODED_BYTES) -> str:
-        """Every token, special ones too. Raises PromptTooLong."""
+        """All tokens, including special ones. Raises PromptTooLong."""
         return _decode(token_ids, self.table.all_bytes, max_bytes)
 
     def decode_visible(self, token_ids: Sequence[int] | np.ndarray, *, max_bytes: int = MAX_DECODED_BYTES) -> str:
-        """Without special tokens. Raises PromptTooLong."""
+        """All tokens except special ones. Raises PromptTooLong."""
         return _decode(token_ids, self.table.visible_bytes, max_bytes)
 
 
 def _decode(token_ids: Sequence[int] | np.ndarray, bytes_by_id: Sequence[bytes], max_bytes: int) -> str:
-    """In pieces: a single call for millions of ids would hold the interpreter lock too long."""
+    """Decodes in pieces: one call for millions of ids would hold the interpreter lock too long."""
     rows, num_bytes = list[bytes](), 0
     for start in range(0, len(token_ids), _PIECE_IDS):
         piece = token_ids[start : start + _PIECE_IDS]

@@ -77,7 +77,7 @@ class ByteTable:
 
     @classmethod
     def build(cls, vocab: Mapping[str, int], special_ids: frozenset[int], *, num_ids: int) -> "ByteTable":
-        """vocab: token -> id, added tokens included. num_ids: ids that the model may send."""
+        """vocab: token -> id, including added tokens. num_ids: ids that the model may send."""
         rows = [b""] * max(num_ids, max(vocab.values(), default=-1) + 1)
         for token, token_id in vocab.items():
             rows[token_id] = token_bytes(token)
@@ -85,7 +85,7 @@ class ByteTable:
         return cls(tuple(rows), visible)
 
     def row(self, token_id: int) -> tuple[bytes, bool]:
-        """The token's bytes, and whether it is a special token; of an id without a token none."""
+        """(bytes of the token, whether it is special); (b"", False) for an id without a token."""
         if token_id >= len(self.all_bytes):
             return b"", False
         row = self.all_bytes[token_id]
@@ -93,7 +93,7 @@ class ByteTable:
 
 
 def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
-    """The content of tokenizer.json. Raises UnsupportedTokenizer where a table of bytes would not decode exactly."""
+    """The parsed tokenizer.json. Raises UnsupportedTokenizer if a table of bytes would not decode exactly."""
     try:
         config: dict[str, Any] = json.loads(tokenizer_json)
         model, decoder = config["model"], config["decoder"] or {}
@@ -110,7 +110,7 @@ def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextPieces:
-    """Of one tokenizer. max_token_bytes: of a text, that one token can stand for."""
+    """Cuts texts for one tokenizer. max_token_bytes: the most bytes of text that one token can stand for."""
 
     max_token_bytes: int
     _cut: "re.Pattern[str]"
@@ -119,12 +119,12 @@ class TextPieces:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "TextPieces | None":
-        """config: tokenizer.json. None where nothing is proven of such a tokenizer."""
+        """config: tokenizer.json. None if nothing is proven for such a tokenizer."""
         return cls._of(config, [token["content"] for token in config.get("added_tokens") or ()])
 
     @classmethod
     def of_plain(cls, config: Mapping[str, Any]) -> "TextPieces | None":
-        """The same where special tokens are taken for text."""
+        """`of` for a tokenizer that treats special tokens as text."""
         return cls._of(config, [t["content"] for t in config.get("added_tokens") or () if not t.get("special")])
 
     @classmethod
@@ -144,7 +144,7 @@ class TextPieces:
         )
 
     def split(self, text: str, *, size: int) -> Iterator[str]:
-        """The text in pieces: each ends at the first cut behind `size` characters; longer where there is none."""
+        """The text in pieces. Each ends at the first safe cut after `size` characters; longer if there is none."""
         start = 0
         while len(text) - start > size:
             end = self._next_cut(text, start + size)
@@ -172,7 +172,7 @@ class TextPieces:
 
 
 def _words(config: Mapping[str, Any]) -> str | None:
-    """The regular expression that finds words, "" for GPT-2's; None for one that we do not know."""
+    """The regular expression that splits words, "" for GPT-2's; None for one that is not known."""
     parts = config.get("pre_tokenizer") or {}
     steps = parts.get("pretokenizers", []) if parts.get("type") == "Sequence" else [parts]
     last = steps[-1] if steps else {}
@@ -194,7 +194,7 @@ def _spells_all_bytes(model: Mapping[str, Any]) -> bool:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """NFC or nothing in front, and added tokens that stand for their own text only."""
+    """Whether the normalizer is NFC or absent, and added tokens only stand for their own text."""
     if config.get("normalizer") is not None and not _is_nfc(config):
         return False
     return not any(

@@ -1,13 +1,13 @@
-"""The process in which work runs that may loop or fill memory, such as foreign code.
+"""The child process for work that may loop for ever or fill memory, such as foreign code.
 
-Started by `gateway.text.process_pool` with the pid of its parent and its limits. Reads a frame, answers with a frame,
+Started by `gateway.text.process_pool` with the pid of its parent and its limits. Reads a frame and answers with a frame
 until its input ends:
 
     length (4 bytes, big-endian), what is asked
     length, kind (1 byte), text
 
-The kernel ends it where an answer takes more CPU time than it may; its memory is limited, and with it what it can
-write. It ends with its parent. Imports little, so that another one is there within a tenth of a second.
+The kernel ends it if an answer takes too much CPU time; its memory is limited, and so is what it can write. It ends
+with its parent. Imports little, so that a replacement is ready within a tenth of a second.
 """
 
 import os
@@ -24,8 +24,8 @@ DONE, REFUSED, NO_MEMORY = b"D", b"E", b"M"  # kinds of answers; a kind of work 
 
 
 def answer_frames(answer: Callable[[bytes], tuple[bytes, bytes]]) -> None:
-    """Until the input ends. answer: a frame to kind and text. argv: pid of the parent, bytes that may be taken beyond
-    those of an idle process, seconds of CPU time that an answer may take."""
+    """Serve until the input ends. answer: from a frame to (kind, text). argv: pid of the parent, bytes allowed beyond
+    those of an idle process, seconds of CPU time allowed per answer."""
     parent, memory_bytes, cpu_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the parent ends it, after its requests

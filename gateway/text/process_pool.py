@@ -1,8 +1,8 @@
-"""Work that may harm, in processes with limits: what takes too much CPU time, wall time or memory is ended and refused,
-and its process replaced. `RenderPool` renders chat templates so, `gateway.requests.constraints` checks constraints.
+"""Untrusted work in processes with limits: work that takes too much CPU time, wall time or memory is ended and refused,
+and its process replaced. `RenderPool` renders chat templates here; `gateway.requests.constraints` checks constraints.
 
-Processes are started when they are needed. One key (a template, a tenant) has less than all of them at a time, so that
-another one always finds one that is free. Must not know tokens, models or gRPC.
+Processes are started on demand. No key (a template, a tenant) may have all of them at a time, so that other keys always
+find a free one. Must not know tokens, models or gRPC.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ _END_S = 5.0
 
 
 class Stopped(Exception):
-    """The work was ended, or ended its process. reason: goes on after the work's name. exit_code: of a process that
-    ended by itself, below 0 by a signal."""
+    """The work was ended, or ended its process. reason: completes a sentence that begins with the work's name.
+    exit_code: of a process that ended by itself; negative if by a signal."""
 
     def __init__(self, reason: str, *, exit_code: int | None = None) -> None:
         super().__init__(reason)
@@ -42,18 +42,18 @@ class Stopped(Exception):
 
 
 class Work(Protocol):
-    """What one process is asked at a time."""
+    """One question to a process."""
 
     @property
     def key(self) -> str:
-        """Of a kind that is kept from having all processes."""
+        """Work with the same key never gets all processes."""
 
     @property
     def num_bytes(self) -> int:
-        """What it is about, for turns."""
+        """Size of the input, for fair turns."""
 
     def frame(self, known: dict[str, None]) -> bytes:
-        """As the process reads it. known: for notes of what this process has been sent."""
+        """The frame to send. known: what this process has been sent before; may be updated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class ProcessPool:
     def __init__(
         self, module: str, limits: ProcessLimits, *, task: str, max_processes: int = 2, max_per_key: int = 1
     ) -> None:
-        """module: runs `gateway.text.process_child.answer_frames`. task: what it is for, as in "to …"."""
+        """module: runs `gateway.text.process_child.answer_frames`. task: the purpose, as in "to …", for messages."""
         self._module = module
         self._limits = limits
         self._task = task
@@ -82,23 +82,23 @@ class ProcessPool:
         self._max_per_key = max_per_key
         self._queue = FairQueue[_Job]()
         self._idle: list[_Child] = []
-        self._tasks = set[asyncio.Task[None]]()  # each has one process, or makes one
-        self._busy: dict[str, int] = {}  # processes by key
+        self._tasks = set[asyncio.Task[None]]()  # each uses one process, or starts one
+        self._busy: dict[str, int] = {}  # number of processes in use, by key
         self._is_closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of processes that wait for work."""
+        """Pids of idle processes."""
         return tuple(child.process.pid for child in self._idle)
 
     async def start(self) -> None:
-        """Make a first process, in the background."""
+        """Start a first process in the background."""
         if not self._idle and not self._tasks:
             self._keep(self._make_idle())
 
     async def run(self, work: Work, *, share: Share, max_wait_s: float | None = None) -> tuple[bytes, str]:
-        """Kind and text of the answer. Raises Stopped, and TextQueueFull where too much waits, or where its turn has
-        not come within max_wait_s. A caller that is cancelled leaves at once; what has begun ends by itself."""
+        """(kind, text) of the answer. Raises Stopped, and TextQueueFull if too much is waiting or its turn has not come
+        within max_wait_s. A cancelled caller leaves at once; work that has begun ends by itself."""
         loop = asyncio.get_running_loop()
         job = _Job(work, loop.create_future())
         self._queue.push(job, num_bytes=work.num_bytes, share=share)
@@ -119,7 +119,7 @@ class ProcessPool:
             job.result.set_exception(TextQueueFull(f"no process to {self._task} was free for {max_wait_s:g} s"))
 
     async def close(self) -> None:
-        """Kill every process; what waits or runs is cancelled. Idempotent."""
+        """Kill every process and cancel all work. Idempotent."""
         self._is_closed = True
         for _ in range(len(self._queue)):
             self._queue.pop_last().result.cancel()
@@ -129,7 +129,7 @@ class ProcessPool:
         while self._idle:
             await _kill(self._idle.pop())
 
-    # ------------------------------------------------------------ what goes on where
+    # ------------------------------------------------------------ scheduling
 
     def _go_on(self) -> None:
         while not self._is_closed and (self._idle or len(self._tasks) < self._max_processes):
@@ -168,7 +168,7 @@ class ProcessPool:
         except (Stopped, TextQueueFull) as error:
             if not job.result.done():
                 job.result.set_exception(error)
-        except BaseException:  # closed, or a defect: the state of the process is unknown
+        except BaseException:  # closed, or a defect: the process is in an unknown state
             if child is not None:
                 await asyncio.shield(_kill(child))
             job.result.cancel()
@@ -185,12 +185,12 @@ class ProcessPool:
     # ------------------------------------------------------------ one process
 
     async def _new_child(self) -> _Child:
-        """Raises TextQueueFull where the system has no room for one."""
+        """Raises TextQueueFull if the system has no room for another process."""
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # no modules of the current folder
+                "-P",  # do not import from the current folder
                 "-m",
                 self._module,
                 str(os.getpid()),
@@ -206,14 +206,14 @@ class ProcessPool:
         return _Child(process)
 
     async def _ask(self, child: _Child, work: Work) -> tuple[bytes, str]:
-        """Raises Stopped; a process that did not answer is gone then."""
+        """Raises Stopped; the process that did not answer has been ended by then."""
         try:
             async with asyncio.timeout(self._limits.wall_s):
                 kind, text = await self._exchange(child, work.frame(child.known))
         except TimeoutError:
             await _kill(child)
             raise Stopped(f"took more than {self._limits.wall_s:g} s") from None
-        except (OSError, asyncio.IncompleteReadError):  # its end of a pipe is closed: it ends, or does something else
+        except (OSError, asyncio.IncompleteReadError):  # it closed its end of a pipe: it is exiting, or misbehaves
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
                     await child.process.wait()
@@ -255,17 +255,17 @@ class Renderer(Protocol):
     """Renders chats."""
 
     async def start(self) -> None:
-        """Make the first rendering quick."""
+        """Prepare, so that the first rendering is quick."""
 
     async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share) -> str:
         """chat: `chat_json`. Raises TemplateError, PromptTooLong, TextQueueFull."""
 
     async def close(self) -> None:
-        """Nothing runs any more. Idempotent."""
+        """Stop all rendering. Idempotent."""
 
 
 def chat_json(chat: ChatInput) -> bytes:
-    """As renderers take it; lone surrogates and large numbers included. Raises TemplateError."""
+    """A chat as renderers take it, including lone surrogates and large numbers. Raises TemplateError."""
     fields = {"messages": chat.messages, "tools": chat.tools, "add_generation_prompt": chat.add_generation_prompt}
     try:
         return json.dumps(fields).encode()
@@ -274,13 +274,13 @@ def chat_json(chat: ChatInput) -> bytes:
 
 
 class InProcessRenderer:
-    """Renders where it is called, without limits of time or memory: for trusted templates, in simulations and tests."""
+    """Renders in this process without limits on time or memory: for trusted templates, in simulations and tests."""
 
     async def start(self) -> None:
         """Nothing to start."""
 
     async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share = _NO_TENANT) -> str:
-        """At once."""
+        """See Renderer."""
         return template.render(ChatInput(**json.loads(chat)), max_bytes=max_bytes)
 
     async def close(self) -> None:
@@ -289,7 +289,7 @@ class InProcessRenderer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chat:
-    """As `Work`. One template has one process at a time, so that another model's always finds the other."""
+    """A chat as `Work`. One template has one process at a time, so that another model's always finds the other."""
 
     template: ChatTemplate
     chat: bytes
@@ -304,7 +304,7 @@ class _Chat:
         return len(self.chat)
 
     def frame(self, known: dict[str, None]) -> bytes:
-        """known: templates that the process has, as it forgets them."""
+        """known: templates that the process has, in the order in which it forgets them."""
         template = self.template
         fields: dict[str, object] = {"template": template.digest, "max_bytes": self.max_bytes}
         if template.digest not in known:
@@ -317,22 +317,22 @@ class _Chat:
 
 
 class RenderPool:
-    """Renders chat templates in processes, so that a template harms its own model only."""
+    """Renders chat templates in processes, so that a bad template only harms its own model."""
 
     def __init__(self, limits: ProcessLimits | None = None) -> None:
         self._pool = ProcessPool("octavo.gateway.text.render_child", limits or ProcessLimits(), task="render chats")
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of processes that wait for chats."""
+        """Pids of idle processes."""
         return self._pool.pids
 
     async def start(self) -> None:
-        """Make a first process, in the background."""
+        """Start a first process in the background."""
         await self._pool.start()
 
     async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share = _NO_TENANT) -> str:
-        """As `Renderer`."""
+        """See Renderer."""
         try:
             kind, text = await self._pool.run(_Chat(template, chat, max_bytes), share=share)
         except Stopped as stopped:
@@ -347,5 +347,5 @@ class RenderPool:
         return text
 
     async def close(self) -> None:
-        """Kill every process; what waits or runs is cancelled. Idempotent."""
+        """Kill every process and cancel all work. Idempotent."""
         await self._pool.close()

@@ -14,15 +14,15 @@ from octavo.gateway.text.errors import TextQueueFull
 T = TypeVar("T")
 Steps = Generator[int, None, T]
 """Work in steps: each `yield` tells how many bytes the next one is about; what it returns is the result."""
-STEP_BYTES = 16 * 1024  # of text, some milliseconds of tokenizing: how long one text waits for another
-_QUICK_BYTES = 32 * 1024  # what is made of so little takes less than a turn through a thread
-_BYTES_OF_ANY = 1024  # what any text costs besides its bytes
-_MAX_IDLE = 64  # tenants that are remembered while they have nothing here
+STEP_BYTES = 16 * 1024  # of text: a few milliseconds of tokenizing, the time one text waits for another
+_QUICK_BYTES = 32 * 1024  # smaller inputs take less time than a switch to a thread
+_BYTES_OF_ANY = 1024  # fixed cost of a text, besides its bytes
+_MAX_IDLE = 64  # idle tenants that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The tenant of a text, and its weight where tenants share the threads."""
+    """A tenant, and its weight where tenants share the threads."""
 
     tenant: str = ""
     weight: int = 1
@@ -39,7 +39,7 @@ class _Entry(Generic[T]):
 @dataclass(slots=True, eq=False)
 class _Tenant(Generic[T]):
     weight: int
-    due: float  # bytes served by weight, from a start without credit
+    due: float  # bytes served divided by weight; a newcomer starts without credit
     num_served: int = 0  # bytes
     waiting: dict[int, _Entry[T]] = field(default_factory=dict)  # by id of the item
 
@@ -50,17 +50,18 @@ class _Tenant(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Says which text is next where texts wait: tenants share by bytes and weight, and within one the shorter text goes
-    first. Items are their own identity. Pure: no threads, no clock.
+    """Decides which text is next: tenants share by bytes and weight, and within a tenant shorter texts go first. Items
+    are their own identity. Pure: no threads, no clock.
 
-    A text's tag is what its tenant had been served when it came, plus its own size; the smallest goes first. So a short
-    text passes long ones, and a long one is passed by no more bytes than it has itself. An idle tenant gathers no
-    credit."""
+    A text's tag is what its tenant had been served when it arrived, plus its own size; the smallest tag goes first. So
+    a short text passes long ones, and a long one is passed by no more bytes than its own. An idle tenant gathers no
+    credit.
+    """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant[T]] = {}
-        self._place: dict[int, tuple[Share, int, int]] = {}  # of items that wait, or may come back: tag and order
-        self._due = 0.0  # of the tenant that was served last
+        self._place: dict[int, tuple[Share, int, int]] = {}  # share, tag and order of items that wait or may come back
+        self._due = 0.0  # `due` of the tenant served last
         self._num_pushed = 0
         self._num_waiting = 0
 
@@ -68,7 +69,7 @@ class FairQueue(Generic[T]):
         return self._num_waiting
 
     def push(self, item: T, *, num_bytes: int, share: Share) -> None:
-        """A new item. num_bytes: all that it will be served."""
+        """A new item. num_bytes: all it will take."""
         tenant = self._tenants.get(share.tenant)
         if tenant is None:
             self._forget_idle()
@@ -82,7 +83,7 @@ class FairQueue(Generic[T]):
         self._wait(item, tenant, num_bytes, tag, self._num_pushed)
 
     def push_back(self, item: T, *, num_bytes: int) -> None:
-        """An item that was popped and has more to do, at its old place. num_bytes: that are left."""
+        """Return a popped item that has more to do to its old place. num_bytes: what is left."""
         share, tag, order = self._place[id(item)]
         tenant = self._tenants.setdefault(share.tenant, _Tenant(share.weight, self._due))
         self._wait(item, tenant, num_bytes, tag, order)
@@ -92,7 +93,7 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def pop(self, may_go: Callable[[T], bool], cost_of: Callable[[T], int]) -> T | None:
-        """The next of those that may go, None where there is none; its tenant is charged cost_of(item) bytes."""
+        """The next item that may go, or None; its tenant is charged cost_of(item) bytes."""
         for tenant in sorted((each for each in self._tenants.values() if each.waiting), key=lambda each: each.due):
             for entry in sorted(tenant.waiting.values(), key=lambda each: (each.tag, each.order)):
                 if may_go(entry.item):
@@ -105,7 +106,7 @@ class FairQueue(Generic[T]):
         return None
 
     def pop_last(self) -> T:
-        """What the tenant with the most waiting would be served last; at least one item waits."""
+        """The item that would be served last, of the tenant with the most waiting. The queue must not be empty."""
         tenant = max((each for each in self._tenants.values() if each.waiting), key=lambda each: each.load)
         entry = max(tenant.waiting.values(), key=lambda each: (each.tag, each.order))
         self._take(tenant, entry)
@@ -113,7 +114,7 @@ class FairQueue(Generic[T]):
         return entry.item
 
     def remove(self, item: T) -> bool:
-        """Take it out, wherever it stands; whether it waited."""
+        """Remove an item wherever it stands. Returns whether it was waiting."""
         place = self._place.get(id(item))
         tenant = self._tenants.get(place[0].tenant) if place else None
         if tenant is None or id(item) not in tenant.waiting:
@@ -123,7 +124,7 @@ class FairQueue(Generic[T]):
         return True
 
     def forget(self, item: T) -> None:
-        """It was popped and does not come back."""
+        """A popped item will not come back."""
         self._place.pop(id(item), None)
 
     def _take(self, tenant: _Tenant[T], entry: _Entry[T]) -> None:
@@ -131,7 +132,7 @@ class FairQueue(Generic[T]):
         self._num_waiting -= 1
 
     def _forget_idle(self) -> None:
-        """Forget idle tenants, but for those that were served most of late: forgotten, they would be served first."""
+        """Forget idle tenants, except those served most recently: once forgotten, a tenant is served first."""
         if len(self._tenants) <= _MAX_IDLE:
             return
         idle = sorted((each.due, name) for name, each in self._tenants.items() if not each.waiting)
@@ -144,7 +145,7 @@ _NO_TENANT = Share()
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """num_left: bytes of all steps that are left, as far as known. next_bytes: what the next one is about."""
+    """num_left: bytes of all remaining steps, as far as known. next_bytes: size of the next one."""
 
     loop: asyncio.AbstractEventLoop
     steps: Steps[Any]
@@ -155,11 +156,11 @@ class _Job:
 
 
 class TextService:
-    """Owns the threads. At most `max_waiting` pieces of work, of `max_bytes` together, are queued or running; when
-    there is one more, the tenant with the most waiting is refused what it would get last (`FairQueue.pop_last`).
+    """Owns the threads. At most `max_waiting` jobs, of `max_bytes` in total, are queued or running; beyond that, the
+    tenant with the most waiting loses the job it would get last (`FairQueue.pop_last`).
 
-    After each step the next text goes on (`FairQueue`). A step above `STEP_BYTES`, which has no place to
-    be cut, takes any thread but the last one: short steps need not wait for it.
+    After each step the thread takes the next text (`FairQueue`). A step above `STEP_BYTES`, which could not be cut, may
+    use any thread but the last one, so that short steps need not wait for it.
     """
 
     def __init__(self, *, num_threads: int, max_waiting: int, max_bytes: int = 1 << 40) -> None:
@@ -167,25 +168,26 @@ class TextService:
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._max_long = max(1, num_threads - 1)
-        self.num_waiting = 0  # changed on the event loop alone, as is the next
+        self.num_waiting = 0  # changed on the event loop only, like the next
         self._num_bytes = 0
-        self._lock = threading.Lock()  # guards the queue and the number of long steps that run
+        self._lock = threading.Lock()  # guards the queue and the number of running long steps
         self._queue = FairQueue[_Job]()
         self._num_long = 0
 
     async def run(self, work: Callable[[], T], *, num_bytes: int = 0, share: Share = _NO_TENANT) -> T:
-        """The result of work(), made in a thread in one step. num_bytes: what it is about. Raises as `run_steps`."""
+        """The result of work(), computed in a thread in one step. num_bytes: size of its input. Raises as
+        `run_steps`."""
         return await self._run(_one_step(work), num_bytes=num_bytes, next_bytes=num_bytes, share=share)
 
     async def run_by_size(self, work: Callable[[], T], *, num_bytes: int, share: Share = _NO_TENANT) -> T:
-        """work() here and now where its input is small, in a thread else. Raises as `run`."""
+        """work() right here if its input is small, else in a thread. Raises as `run`."""
         return work() if num_bytes <= _QUICK_BYTES else await self.run(work, num_bytes=num_bytes, share=share)
 
     async def run_steps(self, steps: Steps[T], *, num_bytes: int, share: Share = _NO_TENANT) -> T:
-        """The result of the steps, each made in some thread. Raises TextQueueFull, and what they raise.
+        """The result of the steps, each run in some thread. Raises TextQueueFull, and what they raise.
 
-        A cancelled caller leaves at once; a step that has begun ends by itself, no other one follows, and the place is
-        given back then.
+        A cancelled caller leaves at once; the step that has begun ends by itself, no other follows, and only then is
+        the place free.
         """
         return await self._run(steps, num_bytes=num_bytes, next_bytes=0, share=share)
 
@@ -209,8 +211,7 @@ class TextService:
     # ------------------------------------------------------------ in the threads
 
     def _take_step(self) -> None:
-        """Take a step of the next text; none where another thread took it, or only long steps wait that may not
-        begin."""
+        """Run one step of the next text, if there is one that may begin."""
         with self._lock:
             job = self._queue.pop(self._may_go, lambda each: max(each.next_bytes, 1))
             if job is None:
@@ -238,7 +239,7 @@ class TextService:
         return job.next_bytes <= STEP_BYTES or self._num_long < self._max_long
 
     def _advance(self, job: _Job) -> bool:
-        """Whether it is over: it has a result, or its caller is gone."""
+        """Run one step. Returns whether the job is over: it has a result, or its caller is gone."""
         if job.future.cancelled():
             return True
         job.num_left = max(0, job.num_left - job.next_bytes)
@@ -257,7 +258,7 @@ class TextService:
     # ------------------------------------------------------------ on the event loop
 
     def _drop_if_waiting(self, job: _Job) -> None:
-        """Its caller was cancelled (or it has ended, and waits no more)."""
+        """The job's caller was cancelled, or the job has ended and is not waiting."""
         if job.future.cancelled():
             with self._lock:
                 is_waiting = self._queue.remove(job)
@@ -269,7 +270,7 @@ class TextService:
         self._num_bytes -= job.num_bytes
 
     def close(self) -> None:
-        """Take no more work; a step that runs ends by itself. Idempotent."""
+        """Accept no more work; a running step ends by itself. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._cancel_waiting()
 
@@ -282,4 +283,4 @@ class TextService:
 
 def _one_step(work: Callable[[], T]) -> Steps[T]:
     return work()
-    yield 0  # never: this makes it a generator
+    yield 0  # unreachable: makes this a generator

@@ -18,7 +18,7 @@ class StopStrings:
     __slots__ = ("children", "depth", "fail", "first", "longest_end")
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """strings: none empty."""
+        """strings: all non-empty."""
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.longest_end: list[str | None] = [None]  # the longest stop string that ends in this state
@@ -71,7 +71,7 @@ class StopMatcher:
         self.match: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str) -> str:
-        """What may be sent now. After a match nothing more: `match` is set, the rest of the text is dropped."""
+        """The text that may be sent now. After a match, `match` is set and any further text is dropped."""
         if self.match is not None:
             return ""
         strings, node = self._strings, self._node
@@ -92,6 +92,6 @@ class StopMatcher:
         return whole[: len(whole) - len(stop)]
 
     def flush(self) -> str:
-        """The end of the text: what was held back is no stop string."""
+        """The text has ended: what was held back is not a stop string."""
         held, self._held, self._node = self._held, "", 0
         return held

@@ -2,12 +2,12 @@
 
     plain text <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call> plain text
 
-Everything from tag to tag is the call; everything else is text, untouched but for white space alone behind a call: it
-divides calls, and is dropped. Arguments may be a string that holds their object, as OpenAI's API has them.
+Everything between the tags is the call; everything else is text, unchanged except that white space between calls is
+dropped. Arguments may be a string that holds their object, as in OpenAI's API.
 
-What begins as a call and proves to be none is text: its tag first, then what follows is looked at anew. Arguments go
-out as they come, so that such a call may have to be withdrawn. A call whose object is complete counts where the output
-ends before the closing tag does. What could still become an opening tag is held back, and nothing else of the text.
+What begins as a call and proves not to be one is text: first its tag, then the rest is parsed again. Arguments are sent
+as they come, so such a call may have to be withdrawn. A call whose object is complete counts even if the output ends
+before the closing tag. Only text that could still become an opening tag is held back.
 
 Must not know tokens, streams or messages. Tests compare it with a reference that reads whole texts.
 """
@@ -22,7 +22,7 @@ from octavo.gateway.text.json_scanner import WHITESPACE, BadJson, JsonScanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FIRST_CHARACTERS = {"name": '"', "arguments": '{"'}
-# What a string may contain, one after another: escapes as a whole, and of surrogates only pairs.
+# What a string may contain: whole escapes, and surrogates only in pairs.
 _DECODABLE = re.compile(
     r"""(?:[^"\\]+|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"""
 )
@@ -42,7 +42,8 @@ class _At(Enum):
 
 
 class _QuotedObject:
-    """A JSON object in a JSON string, as it comes. Its own text, without white space around it, is what `feed` adds."""
+    """A JSON object inside a JSON string, read as it comes. `feed` appends the object's own text, without surrounding
+    white space."""
 
     __slots__ = ("_is_open", "_rest", "_scanner", "text")
 
@@ -53,8 +54,8 @@ class _QuotedObject:
         self._scanner: JsonScanner | None = None
 
     def feed(self, quoted: str) -> None:
-        """What follows, from the opening quotation mark on and without the closing one. Raises BadJson; what came
-        before is kept."""
+        """More text, starting at the opening quotation mark and ending before the closing one. Raises BadJson; what
+        came before is kept."""
         quoted = self._rest + (quoted if self._is_open else quoted[1:])
         self._is_open = True
         found = _DECODABLE.match(quoted)
@@ -65,7 +66,7 @@ class _QuotedObject:
             raise BadJson
 
     def end(self) -> None:
-        """Raises BadJson where there is no whole object."""
+        """Raises BadJson if the object is not complete."""
         if self._rest or self._scanner is None or not self._scanner.is_done:
             raise BadJson
 
@@ -88,10 +89,10 @@ class _QuotedObject:
 
 
 class CallBody:
-    """The JSON object of one tool call, as it comes: `{"name": "f", "arguments": {...}}`, its members in any order,
-    others beside them ignored, each of the two exactly once; the arguments may be a string that holds their object.
+    """The JSON object of one tool call, read as it comes: `{"name": "f", "arguments": {...}}`, members in any order,
+    other members ignored, each of the two exactly once; the arguments may be a string that holds their object.
 
-    name: once it is complete. arguments: what of their text is here and was not taken. Must not know tags.
+    name: once complete. arguments: the part of their text that was read and not taken. Must not know tags.
     """
 
     __slots__ = ("_at", "_key", "_part", "_quoted", "_scanner", "_seen", "arguments", "name")
@@ -108,12 +109,12 @@ class CallBody:
 
     @property
     def is_done(self) -> bool:
-        """The object is complete."""
+        """Whether the object is complete."""
         return self._at is _At.DONE
 
     def feed(self, text: str, start: int) -> int:
-        """Read on; where it stopped: behind the object, or the end. Raises BadJson where this is no call; what came
-        before is kept."""
+        """Read on. Returns where it stopped: after the object, or at the end of the text. Raises BadJson if this is not
+        a call; what came before is kept."""
         position = start
         while position < len(text) and not self.is_done:
             if self._at in (_At.IN_KEY, _At.IN_VALUE):
@@ -127,7 +128,7 @@ class CallBody:
         return position
 
     def _begins(self, character: str) -> bool:
-        """What a character between parts leads to; whether it is the first one of a key or a value."""
+        """Handle a character between parts. Returns whether it begins a key or a value."""
         at = self._at
         if at in (_At.KEY, _At.FIRST_KEY) and character == '"':
             self._begin(_At.IN_KEY)
@@ -195,7 +196,7 @@ class CallBody:
 
 
 def callable_name(text: str) -> str:
-    """The name in this JSON text. Raises BadJson where no message can carry it."""
+    """The name in this JSON text. Raises BadJson if a message cannot carry it."""
     name: str = json.loads(text)
     try:
         name.encode()
@@ -208,8 +209,8 @@ def callable_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPiece:
-    """Of call number ``index``. The first piece has id and name. arguments: what follows in their JSON text.
-    is_withdrawn: this is no call after all; forget its pieces."""
+    """A piece of call number ``index``. The first piece has id and name. arguments: the next part of their JSON text.
+    is_withdrawn: this was not a call after all; discard its pieces."""
 
     index: int
     id: str = ""
@@ -219,7 +220,7 @@ class CallPiece:
 
 
 class ToolCallParser:
-    """One output. `take_text` and `take_calls` give what has been found since they were last asked."""
+    """Finds the calls of one output. `take_text` and `take_calls` give what was found since they were last called."""
 
     __slots__ = ("_after", "_body", "_calls", "_gap", "_has_begun", "_held", "_index", "_make_id", "_text", "num_calls")
 
@@ -236,18 +237,18 @@ class ToolCallParser:
         self._calls: list[CallPiece] = []
 
     def take_text(self) -> str:
-        """Plain text that has been found."""
+        """Plain text found since the last call."""
         text = "".join(self._text)
         self._text = []
         return text
 
     def take_calls(self) -> list[CallPiece]:
-        """Pieces of calls that have been found."""
+        """Pieces of calls found since the last call."""
         calls, self._calls = self._calls, []
         return calls
 
     def feed(self, text: str) -> None:
-        """What follows."""
+        """More of the output's text."""
         while text:
             text = self._feed_plain(text) if self._body is None else self._feed_call(self._body, text)
 
@@ -264,7 +265,7 @@ class ToolCallParser:
     # ------------------------------------------------------------ text
 
     def _feed_plain(self, text: str) -> str:
-        """What is left to look at."""
+        """Returns the text that is still to be looked at."""
         if not self._held and "<" not in text:
             self._add_text(text)
             return ""
@@ -289,7 +290,7 @@ class ToolCallParser:
     # ------------------------------------------------------------ calls
 
     def _feed_call(self, body: CallBody, text: str) -> str:
-        """What is left to look at."""
+        """Returns the text that is still to be looked at."""
         try:
             position = body.feed(text, 0)
         except BadJson:
@@ -330,7 +331,7 @@ class ToolCallParser:
         self._leave_call()
 
     def _give_up(self) -> str:
-        """This is no call: what is to be looked at anew, behind its tag."""
+        """This is not a call. Returns the text after its tag, to be looked at again."""
         held = self._held
         if self._has_begun:
             self._calls.append(CallPiece(index=self._index, is_withdrawn=True))
@@ -344,7 +345,7 @@ class ToolCallParser:
 
 
 def _held_back(text: str) -> int:
-    """Characters at the end that may become an opening tag."""
+    """How many characters at the end may become an opening tag."""
     for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
         if OPEN.startswith(text[-length:]):
             return length
