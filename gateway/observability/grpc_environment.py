@@ -1,8 +1,8 @@
-"""What gRPC's C core is told by the environment, which wins; import it before grpc.
+"""Environment variables for gRPC's C core, unless the environment sets them already; import this before grpc.
 
-It writes no lines of its own format between ours: what goes wrong there reaches us as exceptions and statuses. And it
-leaves processes alone that are started from here. With its support of forks, which is its default, it starts threads of
-its own in such a process in the moment before that becomes another program; now and then they end it there.
+No log lines in gRPC's own format: errors reach us as exceptions and statuses anyway. And no fork support, which is on
+by default: in a child process it starts threads just before the child executes its program, and now and then they
+crash it.
 """
 
 import os

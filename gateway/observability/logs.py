@@ -34,7 +34,7 @@ class LogWriter:
             write_line(self._stream, line)
 
     def close(self) -> None:
-        """Write what is queued, for two seconds at most. Idempotent."""
+        """Write what is queued, taking at most two seconds. Idempotent."""
         try:
             self._lines.put(None, timeout=1.0)
         except queue.Full:

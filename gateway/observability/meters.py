@@ -40,12 +40,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, several times where it stands for several."""
+        """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound, how many are at most that), as the exposition format has it."""
+        """(upper bound, number of values up to it), as in the exposition format."""
         rows, seen = [], 0
         for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
             seen += count
@@ -59,7 +59,7 @@ def _latency() -> Histogram:
 
 @dataclass(slots=True, eq=False)
 class ModelMeters:
-    """Of one model."""
+    """Meters of one model."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -79,7 +79,7 @@ class ModelMeters:
 
 @dataclass(slots=True, eq=False)
 class TenantMeters:
-    """Of one tenant."""
+    """Meters of one tenant."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -90,7 +90,7 @@ MAX_TENANTS = 1000  # of which figures are kept; beyond it those that were seen 
 
 @dataclass(slots=True, eq=False)
 class GatewayMeters:
-    """Of one gateway process. rpcs: by (method, status code, reason), of methods that were called."""
+    """Meters of one gateway process. rpcs: by (method, status code, reason), for methods that were called."""
 
     rpcs: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     called: set[str] = field(default_factory=set)  # methods; a call that has not ended counts already
@@ -111,18 +111,18 @@ class GatewayMeters:
     tenant_refusals: int = 0  # a tenant had reached its own limit
 
     def num_generated(self) -> int:
-        """Tokens that were sent to callers, of all models."""
+        """Tokens sent to callers, of all models."""
         return sum(meters.generation_tokens for meters in self.models.values())
 
     def of_model(self, name: str) -> ModelMeters:
-        """name: of a model that a worker serves, never text of a caller."""
+        """name: a model that a worker serves, never a caller's text."""
         meters = self.models.get(name)
         if meters is None:
             meters = self.models[name] = ModelMeters()
         return meters
 
     def of_tenant(self, name: str) -> TenantMeters:
-        """name: of a tenant that was authenticated."""
+        """name: an authenticated tenant."""
         meters = self.tenants.get(name)
         if meters is None:
             while len(self.tenants) >= MAX_TENANTS:

@@ -80,7 +80,7 @@ _Key = TypeVar("_Key")
 
 
 class MetricsEndpoint:
-    """The HTTP endpoint that Prometheus scrapes, in a thread of its own: a scrape never waits for the event loop."""
+    """The HTTP endpoint that Prometheus scrapes, in its own thread: a scrape never waits for the event loop."""
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Binds at once. address: host:port. Raises AddressError, BindError."""
@@ -92,17 +92,17 @@ class MetricsEndpoint:
 
     @property
     def port(self) -> int:
-        """The one that is bound."""
+        """The bound port."""
         return self._server.port
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop listening. Idempotent."""
         self._server.close()
 
 
 class GatewayCollector(Collector):
-    """stats: the pool's. reloads: by (file, outcome). expiries: of certificates, by file. workers: the snapshot that
-    the event loop leaves by `update_workers`."""
+    """stats: the pool's. reloads: by (file, outcome). expiries: of certificates, by file. workers: as last passed to
+    `update_workers`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class GatewayCollector(Collector):
         self._is_up: dict[tuple[str, str], float] = {}
 
     def update_workers(self, workers: tuple[WorkerView, ...]) -> None:
-        """The workers now; called by the event loop."""
+        """The workers now; called on the event loop."""
         up = {(worker.worker_id, worker.card.name): float(worker.state is WorkerState.READY) for worker in workers}
         gone = {key: 0.0 for key in self._is_up if key not in up}
         self._is_up = dict([*gone.items(), *up.items()][-_MAX_KNOWN_WORKERS:])
@@ -134,7 +134,7 @@ class GatewayCollector(Collector):
         self.workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, in the thread of the scrape."""
+        """All metrics; called in the scrape's thread."""
         yield from self._of_process()
         yield from self._of_models()
         yield from self._of_workers()
@@ -295,13 +295,12 @@ def _of_stats(stats: PoolStats) -> Iterator[Metric]:
 
 
 def _with_zeros(counts: Mapping[_Key, int], known: Iterable[_Key]) -> list[tuple[_Key, int]]:
-    """The counts, and 0 for what is known and was not counted: a series whose first value is 1 has no increase for a
-    rate to show."""
+    """The counts, and 0 for known keys that were not counted: a series that starts at 1 shows no increase to rate()."""
     return list({**dict.fromkeys(known, 0), **counts}.items())
 
 
 def _known_endings(called: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """(method, status code, reason): of our own methods from the start, of others from their first call."""
+    """(method, status code, reason): for our own methods from the start, for others from their first call."""
     for method in sorted({*_METHODS, *called}):
         for code, reason in _ENDINGS:
             yield method, code, reason
@@ -317,7 +316,7 @@ def _histogram(
 
 
 def registry_of(collector: GatewayCollector) -> CollectorRegistry:
-    """A registry of its own, so that one process can have several gateways (tests); with the process's figures."""
+    """A separate registry, so that one process can have several gateways (in tests); includes process metrics."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)

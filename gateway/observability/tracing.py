@@ -37,7 +37,7 @@ _SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "IN
 
 
 class TracingError(ValueError):
-    """Traces are asked for in a way that cannot be had; says what to do."""
+    """Traces are configured in an unsupported way; the message says what to do."""
 
 
 def asks_for_traces(environ: Mapping[str, str] = os.environ) -> bool:
@@ -67,7 +67,7 @@ def asks_for_traces(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def start_tracing(environ: Mapping[str, str] = os.environ) -> Tracing | None:
-    """None where no traces are configured. Raises TracingError."""
+    """None if no traces are configured. Raises TracingError."""
     if not asks_for_traces(environ):
         return None
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -96,8 +96,8 @@ def _queue_size(environ: Mapping[str, str]) -> int:
 
 
 class SpanCounts:
-    """What became of spans: written by the event loop and by the thread that sends, read by scrapes. waiting: in the
-    queue, or being sent."""
+    """What became of spans. Written by the event loop and the exporting thread, read by scrapes. waiting: queued, or
+    being sent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class SpanCounts:
         self._warned_s = -_WARN_EVERY_S
 
     def add(self, *, exported: int = 0, dropped: int = 0, waiting: int = 0) -> None:
-        """Count; a line for drops, at most once a minute."""
+        """Count; dropped spans are logged at most once a minute."""
         with self._lock:
             self.exported += exported
             self.dropped += dropped
@@ -117,12 +117,12 @@ class SpanCounts:
             log.warning("spans_dropped", dropped=self.dropped, exported=self.exported)
 
     def give_up(self) -> None:
-        """Nothing that waits will be sent."""
+        """Spans that are still waiting will not be sent: count them as dropped."""
         self.add(dropped=self.waiting, waiting=-self.waiting)
 
 
 def _exporter(counts: SpanCounts) -> SpanExporter:
-    """The library's, with every span counted."""
+    """The library's exporter, with every span counted."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExportResult
 
@@ -142,8 +142,8 @@ def _exporter(counts: SpanCounts) -> SpanExporter:
 
 
 def _processor(exporter: SpanExporter, counts: SpanCounts, queue_size: int) -> SpanProcessor:
-    """The library's queue and thread. It would drop the oldest span of a full queue and not say so: here the newest is
-    dropped, and counted."""
+    """The library's queue and thread. It would silently drop the oldest span from a full queue; here the newest is
+    dropped and counted."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     class Bounded(BatchSpanProcessor):
@@ -160,7 +160,7 @@ def _processor(exporter: SpanExporter, counts: SpanCounts, queue_size: int) -> S
 
 
 class Tracing:
-    """One per gateway; begin on its event loop."""
+    """One per gateway. `begin` is called on its event loop."""
 
     def __init__(self, provider: TracerProvider, exporter: SpanExporter, counts: SpanCounts) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -172,7 +172,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, method: str, metadata: Iterable[tuple[str, Any]], started_s: float) -> CallTrace:
-        """A call has come. method: `/package.Service/Method`. Its `traceparent`, where it is good, is the parent."""
+        """A call has arrived. method: `/package.Service/Method`. A valid `traceparent` is the parent of its span."""
         from opentelemetry.trace import SpanKind
 
         carrier = {name: value for name, value in metadata if name in self._propagator.fields and type(value) is str}
@@ -187,7 +187,7 @@ class Tracing:
         return CallTrace(span, self._tracer, behind_ns)
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most. Blocks. Idempotent."""
+        """Send what is left, for at most two seconds. Blocks. Idempotent."""
         ending = threading.Thread(target=self._provider.shutdown, name="spans-closing", daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
@@ -197,10 +197,9 @@ class Tracing:
 
 
 class CallTrace:
-    """The span of one RPC. All its times are of one clock, the monotonic one, which is behind_ns behind 1970's.
-
-    trace_id: 32 hex digits. traceparent: of the span, for the worker. is_kept: whether spans are
-    wanted at all. operation: of the GenAI conventions."""
+    """The span of one RPC. Times are monotonic; behind_ns converts them to nanoseconds since 1970. trace_id: 32 hex
+    digits. traceparent: of the span, for the worker. is_kept: whether the trace is sampled. operation: by the GenAI
+    conventions."""
 
     __slots__ = ("_behind_ns", "_span", "_tracer", "is_kept", "operation", "trace_id", "traceparent")
 
@@ -215,7 +214,7 @@ class CallTrace:
         self.operation = "text_completion"
 
     def set_attributes(self, attributes: Attributes) -> None:
-        """Of the RPC."""
+        """Add attributes to the RPC's span."""
         self._span.set_attributes(dict(attributes))
 
     def span(
@@ -228,7 +227,8 @@ class CallTrace:
         inside: Span | None = None,
         error: str = "",
     ) -> Span:
-        """Something that is over. Times are monotonic seconds. inside: another one of this call; None: the RPC."""
+        """Record something that is over. Times are monotonic seconds. inside: another span of this call; None: the
+        RPC's."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         span = self._tracer.start_span(
@@ -244,7 +244,7 @@ class CallTrace:
         return span
 
     def end(self, code: str, reason: str) -> None:
-        """The RPC has its status. reason: ours, empty for none."""
+        """The RPC has its status. reason: ours; empty if none."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attribute("rpc.response.status_code", code)

@@ -45,16 +45,16 @@ class CallFailed(Exception):
 
     @property
     def http_status(self) -> int:
-        """The nearest of HTTP's."""
+        """The nearest HTTP status."""
         return _HTTP.get(self.code, 500)
 
     def as_json(self) -> str:
-        """For the browser."""
+        """The error for the browser."""
         return json.dumps({"code": self.code.name, "reason": self.reason, "message": self.message})
 
 
 class Method:
-    """An RPC that answers with a stream. behaviour(request, context): a servicer's, which writes its messages."""
+    """A streaming RPC. behaviour(request, context): a servicer's method, which writes its messages."""
 
     def __init__(
         self, name: str, request_type: type[Message], behaviour: Callable[..., Any], interceptor: StatusInterceptor
@@ -65,7 +65,7 @@ class Method:
         self._interceptor = interceptor
 
     def parse(self, body: bytes) -> bytes:
-        """The request of a body in JSON. Raises CallFailed."""
+        """The serialized request of a JSON body. Raises CallFailed."""
         request = self._request_type()
         try:
             json_format.Parse(body, request, max_recursion_depth=20)
@@ -74,7 +74,8 @@ class Method:
         return request.SerializeToString()
 
     async def call(self, request: bytes, headers: Sequence[tuple[str, str]], peer: str) -> AsyncIterator[str]:
-        """Messages in JSON, one line each, as they come; leaving early ends the call. Raises CallFailed."""
+        """The response messages in JSON, one line each, as they come; leaving early ends the call. Raises
+        CallFailed."""
         metadata = tuple(pair for pair in headers if pair[0] in _CREDENTIALS)
         context = _Context(request, metadata, peer)
         details: Any = type("Details", (), {"method": self.name, "invocation_metadata": metadata})()
@@ -96,8 +97,8 @@ class Method:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """What is set in a message without maps and bytes; enums and 64 bits as numbers. json_format takes more than
-    twice the time, since it calls Python for each element."""
+    """The set fields of a message without maps and bytes; enums and 64-bit integers as numbers. json_format, which
+    calls Python for each element, takes more than twice the time."""
     row: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.message_type is None:
@@ -108,7 +109,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 async def _run(behaviour: Callable[..., Any], context: "_Context") -> None:
-    """Cancelled only where the browser has left: then no caller waits for the end."""
+    """Run the RPC. It is only cancelled if the browser has left, so nobody waits for a status then."""
     try:
         with contextlib.suppress(grpc.aio.AbortError):  # the context has its status
             await behaviour(None, context)
@@ -119,8 +120,8 @@ async def _run(behaviour: Callable[..., Any], context: "_Context") -> None:
 
 
 class _Context:
-    """What handlers see of a call: shaped like grpc.aio.ServicerContext. A message waits until the one before it was
-    taken; so a slow browser slows its own stream, as over gRPC."""
+    """A call's context, shaped like grpc.aio.ServicerContext. A write waits until the previous message was taken, so
+    that a slow browser only slows its own stream, as over gRPC."""
 
     def __init__(self, request: bytes, metadata: Sequence[tuple[str, str]], peer: str) -> None:
         self.messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=1)

@@ -52,7 +52,7 @@ _HEADERS = {
 
 
 class Page:
-    """Owns the listening socket, and its task once it has been started. port: the one that is bound."""
+    """Owns the listening socket and, once started, its task. port: as bound."""
 
     def __init__(self, config: PageConfig, methods: Sequence[Method]) -> None:
         """Binds at once. Raises BindError."""
@@ -86,7 +86,7 @@ class Page:
         self._task.add_done_callback(_log_defect)
 
     async def close(self) -> None:
-        """Streams have STOP_TIMEOUT_S to end by themselves. Idempotent."""
+        """Streams get STOP_TIMEOUT_S to end by themselves. Idempotent."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -113,7 +113,7 @@ def _bound(config: PageConfig) -> socket.socket:
 
 
 class _Guard:
-    """Refuses what a browser would not send from this page, and adds the headers that keep others out of it."""
+    """Refuses requests that a browser would not send from this page, and adds headers that keep other sites out."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app = app
@@ -163,8 +163,7 @@ def _plain(status: int, text: str) -> Response:
 
 
 class _Protocol(H11Protocol):
-    """With an end for those who send nothing: a connection without a request is closed after REQUEST_TIMEOUT_S, and
-    where there are MAX_CONNECTIONS the oldest is closed for the next."""
+    """Closes a connection without a request after REQUEST_TIMEOUT_S, and at MAX_CONNECTIONS the oldest for the next."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
@@ -185,7 +184,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Signals are the gateway's."""
+    """Leaves signals to the gateway."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -236,7 +235,7 @@ def _caller(method: Method) -> Any:
 
 
 async def _body(request: Request) -> bytes | None:
-    """None for one that is too large."""
+    """The body, or None if it is too large."""
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)
@@ -247,7 +246,7 @@ async def _body(request: Request) -> bytes | None:
 
 
 async def _events(first: str, messages: Any) -> AsyncIterator[str]:
-    """JSON has no line feeds outside of its strings, and escaped ones inside."""
+    """Server-sent events. JSON has no line feeds outside strings, and escaped ones inside."""
     async with aclosing(messages):
         yield f"data: {first}\n\n"
         try:

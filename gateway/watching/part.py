@@ -22,8 +22,8 @@ from octavo.wire.peer_messages import GatewayPart, LoadPart, RequestPart
 log = structlog.get_logger(__name__)
 DETAILS_TIMEOUT_S = 0.25  # a worker that takes longer is left out of this snapshot
 REST_S = 0.15  # between two queries
-FRESH_S = 2.5  # what workers said is not told any longer than that
-MAX_TENANTS = 100  # told by each gateway
+FRESH_S = 2.5  # older reports are not used
+MAX_TENANTS = 100  # reported by each gateway
 _PHASES = {
     OutputPhase.QUEUED: pb.REQUEST_PHASE_QUEUED,
     OutputPhase.PREFILL: pb.REQUEST_PHASE_PREFILL,
@@ -35,8 +35,8 @@ _FURTHEST_FIRST = (OutputPhase.DECODE, OutputPhase.PREFILL, OutputPhase.PAUSED, 
 
 
 class WorkerDetailsCache:
-    """What workers said of their blocks and of our outputs when they were asked last. They are asked while someone
-    watches, and by one question for all who do."""
+    """The workers' last reports of their blocks and of our outputs. They are queried only while someone watches, once
+    for all watchers."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -47,24 +47,24 @@ class WorkerDetailsCache:
         self._task: asyncio.Task[None] | None = None
 
     def of(self, worker_id: str, epoch: str) -> WorkerDetails | None:
-        """None where it has not answered under this epoch, or not lately."""
+        """The worker's report under this epoch; None if there is no recent one."""
         details = self._details.get(worker_id) if self._is_fresh() else None
         return details if details is not None and details.epoch == epoch else None
 
     def held(self) -> Held:
-        """By handle, what an output does and how many blocks it holds, as far as workers have said so lately."""
+        """What each output does and how many blocks it holds, by handle, from recent reports."""
         return self._held if self._is_fresh() else {}
 
     async def refresh(self, *, max_cells: int, max_outputs: int) -> None:
-        """Ask them, unless that was done a moment ago; returns when they have answered, or had their time. A caller
-        that asks for less than others do gets as much as they."""
+        """Query the workers unless that was just done; returns when they have answered or run out of time. Gets at
+        least as much as is asked for here."""
         wanted = max_cells or max_outputs
         task = self.begin(max_cells=max_cells, max_outputs=max_outputs) if wanted else None
         if task is not None:
             await asyncio.wait([task])
 
     def begin(self, *, max_cells: int, max_outputs: int) -> "asyncio.Task[None] | None":
-        """The same without waiting for their answers."""
+        """Start a refresh without waiting for it."""
         now_s = time.monotonic()
         cells, outputs = self._wanted if now_s - self._wanted_s <= FRESH_S else (0, 0)
         self._wanted, self._wanted_s = (max(cells, max_cells), max(outputs, max_outputs)), now_s
@@ -76,7 +76,7 @@ class WorkerDetailsCache:
         return self._task
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Cancel a running query. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -100,7 +100,7 @@ class WorkerDetailsCache:
 
 @dataclass(slots=True)
 class _Tally:
-    """Requests of one model or tenant."""
+    """Counts requests of one model or tenant."""
 
     num_in_flight: int = 0
     num_preparing: int = 0
@@ -109,7 +109,7 @@ class _Tally:
     num_paused: int = 0
 
     def add(self, phase: "pb.RequestPhase.ValueType") -> None:
-        """One more."""
+        """Count one more."""
         self.num_in_flight += 1
         if phase == pb.REQUEST_PHASE_PREPARING:
             self.num_preparing += 1
@@ -121,7 +121,7 @@ class _Tally:
             self.num_running += 1
 
     def part(self, name: str, counts: ModelCounts) -> LoadPart:
-        """With what was counted in the window."""
+        """The message, with what was counted in the window."""
         return LoadPart(
             name=name,
             num_in_flight=self.num_in_flight,
@@ -148,13 +148,13 @@ class OwnLoad:
         self._window = window
 
     def describe_to_peer(self, max_requests: int) -> GatewayPart:
-        """For a gateway that is watched: it asks again soon, and finds the blocks of its requests then."""
+        """For a gateway that is watched: it asks again soon, and by then the blocks of its requests are known."""
         if max_requests:
             self.worker_details.begin(max_cells=0, max_outputs=max_requests)
         return self.describe(max_requests)
 
     def describe(self, max_requests: int) -> GatewayPart:
-        """Now; blocks as workers have told them last. max_requests: to list, the oldest."""
+        """This gateway's load now, with blocks as last reported. max_requests: how many to list, oldest first."""
         window_s, counts = self._window.read((), time.monotonic())
         total, models, tenants = _Tally(), defaultdict[str, _Tally](_Tally), defaultdict[str, _Tally](_Tally)
         held = self.worker_details.held()
@@ -207,7 +207,7 @@ def _request(tracked: TrackedRequest, held: Held, now_s: float) -> RequestPart:
 
 
 def _phase(tracked: TrackedRequest, held: Held) -> "pb.RequestPhase.ValueType":
-    """As its worker said, which knows of preemptions; else as its streams tell."""
+    """As reported by its worker, which knows of preemptions; else as far as its streams show."""
     said = {held[handle][0] for handle, _ in tracked.outputs if handle in held} if held else set()
     for phase in _FURTHEST_FIRST if said else ():
         if phase in said:
@@ -220,7 +220,7 @@ def _phase(tracked: TrackedRequest, held: Held) -> "pb.RequestPhase.ValueType":
 
 
 def _tenant_parts(tenants: dict[str, _Tally], counts: Counts) -> tuple[LoadPart, ...]:
-    """The busiest; a tenant that neither has nor had anything in the window is left out."""
+    """The busiest tenants; one with nothing now and nothing in the window is left out."""
     names = {*tenants, *(name for name, tokens in counts.tenants.items() if any(tokens))}
     parts = []
     for name in names:
@@ -231,7 +231,7 @@ def _tenant_parts(tenants: dict[str, _Tally], counts: Counts) -> tuple[LoadPart,
 
 
 def _phase_of_preparing(preparing: PreparingRequest) -> "pb.RequestPhase.ValueType":
-    """Of an embedding as its inputs at workers tell, once there are any."""
+    """For an embedding, by its inputs at workers, once there are any."""
     if not preparing.model:
         return pb.REQUEST_PHASE_PREPARING
     return pb.REQUEST_PHASE_PREFILL if preparing.is_begun else pb.REQUEST_PHASE_QUEUED

@@ -29,8 +29,8 @@ Snapshots = AsyncGenerator[pb.WatchLoadResponse, None]
 MAX_WATCHERS = 32
 DEFAULT_INTERVAL_S = 1.0
 PEERS_TIMEOUT_S = 0.5  # a gateway that takes longer is named as unreachable
-SHARE_S = 0.1  # snapshots that are not older are shared
-LOST_S = 60.0  # a worker that was lost is shown for so long
+SHARE_S = 0.1  # younger snapshots are shared
+LOST_S = 60.0  # how long a lost worker is shown
 MAX_LOST = 64
 _LAST_S = 1.0  # for watchers to get their last snapshot
 _CONDITIONS = {
@@ -57,12 +57,12 @@ class _Taken:
     worker_counts: dict[tuple[str, str], WorkerCounts] = field(default_factory=dict)
 
     def covers(self, request: pb.WatchLoadRequest) -> bool:
-        """Whether it has as much as is asked for."""
+        """Whether it has at least what is asked for."""
         return self.max_requests >= request.max_requests and self.max_cells >= request.max_block_cells
 
 
 class LoadWatch:
-    """One per gateway, on its event loop. own: this gateway's part, for the others too."""
+    """One per gateway, on its event loop. own: this gateway's part, which other gateways ask for too."""
 
     def __init__(self, tracker: RequestTracker, pool: WorkerPool, meters: GatewayMeters) -> None:
         self._meters = meters
@@ -81,11 +81,11 @@ class LoadWatch:
 
     @property
     def num_watchers(self) -> int:
-        """Who watch now."""
+        """Number of watchers."""
         return len(self._watchers)
 
     def update_workers(self, workers: Sequence[WorkerView]) -> None:
-        """The workers now; about once a second, watched or not."""
+        """The workers now. Called about once a second, watched or not."""
         now_s = time.monotonic()
         self._window.sample(workers, now_s)
         self._note_lost(workers, now_s)
@@ -96,12 +96,12 @@ class LoadWatch:
         self.changed()
 
     def changed(self) -> None:
-        """Workers or models came or went: watchers are told at once."""
+        """Workers or models came or went: send a snapshot at once."""
         news, self._news, self._last = self._news, asyncio.Event(), None
         news.set()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """End every watch. Idempotent."""
         self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_S):
@@ -112,9 +112,9 @@ class LoadWatch:
         await self.own.worker_details.close()
 
     async def snapshots(self, control: Control, request: pb.WatchLoadRequest) -> Snapshots:
-        """A snapshot at once, then one an interval, and one when workers come or go; each as it is when it is asked
-        for. The last one comes when this gateway drains. request: checked. Raises QueueFull before the first where too
-        many watch, Draining behind the last."""
+        """A snapshot at once, then one per interval and whenever workers come or go, each made when it is asked for.
+        The last one comes when this gateway drains. request: validated. Raises QueueFull before the first if there are
+        too many watchers, Draining after the last."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise QueueFull(f"{MAX_WATCHERS} watch the load already, which is all that this gateway takes")
         if self._closing.is_set():
@@ -131,7 +131,7 @@ class LoadWatch:
                 yield self._message(await self._take(control, request), request, control.name)
                 if is_last:
                     raise Draining("this gateway is shutting down")
-                due_s = max(due_s + interval_s, time.monotonic())  # a slow reader has missed what came meanwhile
+                due_s = max(due_s + interval_s, time.monotonic())  # a slow reader skips what it missed
                 await self._sleep_until(due_s, news)
                 due_s = min(due_s, time.monotonic())
         finally:
@@ -143,14 +143,14 @@ class LoadWatch:
     # ------------------------------------------------------------ what is gathered
 
     async def _sleep_until(self, due_s: float, news: asyncio.Event) -> None:
-        """Or until workers came or went, or the watch is over."""
+        """Returns early if workers came or went, or the watch is over."""
         await asyncio.sleep(min(SHARE_S, max(0.0, due_s - time.monotonic())))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                 await news.wait()
 
     async def _take(self, control: Control, request: pb.WatchLoadRequest) -> _Taken:
-        """One for all who ask in the same moment, with as much as the most demanding of them wants."""
+        """Shared by all that ask at the same moment; gathers as much as the most demanding one wants."""
         taken = self._last
         while taken is None or time.monotonic() - taken.taken_s >= SHARE_S or not taken.covers(request):
             if self._gathering is None:
@@ -159,8 +159,8 @@ class LoadWatch:
         return taken
 
     async def _gathered(self, control: Control) -> _Taken:
-        """Gives up its place before it ends: to wait for what has ended takes no turn of the event loop, and who wants
-        more than it has would ask again for ever."""
+        """Clears the shared task before it returns: awaiting a finished task does not yield to the event loop, so a
+        caller that wants more would otherwise get this one again for ever."""
         try:
             self._last = taken = await self._gather(control)
             return taken
@@ -242,12 +242,12 @@ def _by_name(rows: Sequence[Sequence[LoadPart]]) -> dict[str, list[LoadPart]]:
 
 
 def _counts_of(part: LoadPart) -> LoadPart:
-    """What was counted in the window, without the requests that are in flight."""
+    """What was counted in the window, without requests in flight."""
     return msgspec.structs.replace(part, num_in_flight=0, num_preparing=0, num_waiting=0, num_running=0, num_paused=0)
 
 
 def _figures(rows: Sequence[LoadPart], parts: dict[str, GatewayPart]) -> pb.LoadFigures:
-    """Of several gateways together."""
+    """The figures of several gateways combined."""
     window_s = max((part.window_s for part in parts.values()), default=1.0)
     return pb.LoadFigures(
         num_in_flight=sum(row.num_in_flight for row in rows),
@@ -380,7 +380,7 @@ def _known(view: WorkerView) -> pb.WorkerSnapshot:
 
 
 def _runs(cells_C: np.ndarray, blocks_per_cell: int, max_cells: int) -> dict[str, Any]:
-    """The fields of a map; cells are put together where this watcher asked for fewer than another one."""
+    """The fields of a block map. Cells are merged if this watcher asked for fewer than another one."""
     factor = -(-len(cells_C) // max_cells)
     if factor > 1:
         cells_C = np.maximum.reduceat(cells_C, np.arange(0, len(cells_C), factor))

@@ -18,7 +18,7 @@ _SHARES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCounts:
-    """Of one model. The last three by bucket."""
+    """One model's counters. The last three are histograms, by bucket."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -29,7 +29,7 @@ class ModelCounts:
 
     @classmethod
     def of(cls, meters: ModelMeters) -> "ModelCounts":
-        """As they are now."""
+        """The counters as they are now."""
         return cls(
             prompt_tokens=meters.prompt_tokens,
             generation_tokens=meters.generation_tokens,
@@ -40,7 +40,7 @@ class ModelCounts:
         )
 
     def since(self, former: "ModelCounts") -> "ModelCounts":
-        """What has come since."""
+        """The difference to an earlier reading."""
         return ModelCounts(
             prompt_tokens=self.prompt_tokens - former.prompt_tokens,
             generation_tokens=self.generation_tokens - former.generation_tokens,
@@ -53,7 +53,7 @@ class ModelCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCounts:
-    """Of one life of a worker."""
+    """One worker epoch's counters."""
 
     num_steps: int = 0
     prefill_tokens: int = 0
@@ -62,8 +62,8 @@ class WorkerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Everything at one moment, or between two. tenants: tokens of prompts and of outputs. workers: by id and epoch;
-    of those that were there at both moments."""
+    """All counters at one moment, or differences between two. tenants: prompt and output tokens. workers: by id and
+    epoch; in differences, those present at both moments."""
 
     at_s: float
     models: Mapping[str, ModelCounts] = field(default_factory=dict)
@@ -72,20 +72,20 @@ class Counts:
 
 
 class LoadWindow:
-    """One per gateway. `sample` about once a second; times are monotonic seconds, given by the caller."""
+    """One per gateway. Call `sample` about once a second; times are monotonic seconds from the caller."""
 
     def __init__(self, meters: GatewayMeters, *, now_s: float) -> None:
         self._meters = meters
         self._samples: deque[Counts] = deque([Counts(at_s=now_s)])
 
     def sample(self, workers: Iterable[WorkerView], now_s: float) -> None:
-        """Remember how the counters stand."""
+        """Record the counters as they are now."""
         self._samples.append(self._counts(workers, now_s))
         while len(self._samples) > 1 and self._samples[1].at_s <= now_s - WINDOW_S:
             self._samples.popleft()
 
     def read(self, workers: Iterable[WorkerView], now_s: float) -> tuple[float, Counts]:
-        """The seconds that the window has, LEAST_WINDOW_S at least, and what was counted in them."""
+        """(length of the window in seconds, at least LEAST_WINDOW_S; what was counted in it)."""
         now, then = self._counts(workers, now_s), self._samples[0]
         for sample in self._samples:
             if sample.at_s > now_s - WINDOW_S:
@@ -103,7 +103,7 @@ class LoadWindow:
         return max(LEAST_WINDOW_S, now_s - then.at_s), counts
 
     def _first_of(self, key: tuple[str, str], then: Counts) -> WorkerCounts | None:
-        """What a worker said at the beginning of the window, or when it was seen first."""
+        """The worker's counters at the beginning of the window, or when it was first seen."""
         if key in then.workers:
             return then.workers[key]
         return next((each.workers[key] for each in self._samples if key in each.workers), None)
@@ -125,8 +125,8 @@ class LoadWindow:
 
 
 def percentiles(bounds: Sequence[float], counts: Sequence[int]) -> tuple[float, float, float] | None:
-    """Median, 95th and 99th percentile by linear interpolation inside of the bucket; None for no values. bounds: upper
-    ones of all buckets but the last; what lies above the last bound counts as that bound."""
+    """Median, 95th and 99th percentile by linear interpolation within buckets; None without values. bounds: upper
+    bounds of all buckets but the last, whose values count as the last bound."""
     total = sum(counts)
     if not total or len(counts) != len(bounds) + 1:
         return None
@@ -135,8 +135,8 @@ def percentiles(bounds: Sequence[float], counts: Sequence[int]) -> tuple[float, 
 
 
 def added(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Histograms of the same buckets together. Those of another length, as a gateway of another version has, are left
-    out."""
+    """The sum of histograms with the same buckets. Histograms of other lengths, from gateways of other versions, are
+    skipped."""
     rows = [each for each in counts if each]
     return [sum(column) for column in zip(*(each for each in rows if len(each) == len(rows[0])), strict=True)]
 

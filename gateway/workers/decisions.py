@@ -8,7 +8,7 @@ from octavo.wire.messages import ModelCard
 
 
 class Peer(NamedTuple):
-    """One connection: which of our sockets, and the id that the socket drew for it."""
+    """One connection: the socket it came in on, and the id that the socket drew for it."""
 
     socket: int
     routing_id: bytes
@@ -16,7 +16,7 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """Send Welcome; again where its Register was a repetition."""
+    """Send Welcome. Also the answer to a repeated Register."""
 
     peer: Peer
     epoch: str
@@ -24,7 +24,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Watch the process of a new incarnation, where it runs on this host."""
+    """Watch the process of a new incarnation, if it runs on this host."""
 
     incarnation: int
     pid: int
@@ -43,7 +43,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskTokenizer:
-    """The bundle of this digest is not here."""
+    """Ask for the tokenizer bundle with this digest, which this gateway does not have."""
 
     peer: Peer
     epoch: str

@@ -2,7 +2,7 @@
 
 
 class PoolError(Exception):
-    """Base of what the pool raises towards the servicers."""
+    """Base of the errors that the pool raises to its callers."""
 
 
 class NoWorker(PoolError):
@@ -15,7 +15,7 @@ class NoWorker(PoolError):
 
 
 class WorkerBusy(PoolError):
-    """The worker's queue, or the socket's towards it, is full (reason QUEUE_FULL); nothing was sent."""
+    """The worker's queue, or the socket's queue towards it, is full (reason QUEUE_FULL); nothing was sent."""
 
     def __init__(self, worker_id: str, detail: str) -> None:
         super().__init__(f"worker {worker_id} is full: {detail}")
@@ -39,4 +39,4 @@ class FeedCut(PoolError):
 
 
 class FeedEnded(PoolError):
-    """The gateway shuts down and tells subscribers of the prefix cache nothing more (reason DRAINING)."""
+    """The gateway is shutting down; subscriptions to the prefix cache end (reason DRAINING)."""

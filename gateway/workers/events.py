@@ -22,17 +22,22 @@ CHUNK_CHANGES = 256  # some milliseconds of the loop
 
 
 class ChangeKind(Enum):
-    """What became of a block."""
+    """What happened to a block."""
 
-    STORED = "stored"  # at the first worker that has it
-    REMOVED = "removed"  # from the last one
+    STORED = "stored"  # a first worker has it now
+    REMOVED = "removed"  # the last worker dropped it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChange:
-    """block_id: unique while the block is there. parent_id: None for the first of a prompt. token_ids: int32,
-    little-endian. tier: the device where any worker has it there. Of REMOVED only kind, block_id and tier: a block that
-    changes its tier is removed from one and stored on the other."""
+    """A block of the prefix cache was stored or removed.
+
+    block_id: unique while the block exists. parent_id: None for the first block of a prompt.
+    token_ids: int32, little-endian.
+    tier: DEVICE if any worker has it there.
+
+    REMOVED has only kind, block_id and tier. A block that changes its tier is removed from one and stored on the other.
+    """
 
     kind: ChangeKind
     block_id: int
@@ -43,7 +48,7 @@ class BlockChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Where a batch stands in the present state. num_blocks: of all of it, when it was begun."""
+    """Where a batch stands in the initial state. num_blocks: in the whole state, when it was begun."""
 
     index: int
     count: int
@@ -52,7 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBatch:
-    """sequence: one more than the last batch's. chunk: None for what happened since."""
+    """sequence: one more than the previous batch's. chunk: None for changes after the initial state."""
 
     sequence: int
     changes: tuple[BlockChange, ...]
@@ -60,8 +65,8 @@ class BlockBatch:
 
 
 class BlockSubscription:
-    """Of one subscriber, who has to call `leave` at its end. first_sequence: above every number that its earlier
-    subscriptions used. next_sequence: above those that this one did."""
+    """One subscriber's; it must call `leave` at its end. first_sequence: above every number that its earlier
+    subscriptions used. next_sequence: above those that this one used."""
 
     def __init__(
         self, feed: "BlockFeed", salt: str, state: Iterator[BlockChange], num_blocks: int, *, first_sequence: int
@@ -79,11 +84,11 @@ class BlockSubscription:
         self._waiter: asyncio.Future[None] | None = None
 
     def leave(self) -> None:
-        """Idempotent."""
+        """End the subscription. Idempotent."""
         self._feed.leave(self)
 
     def put(self, changes: tuple[BlockChange, ...]) -> None:
-        """Changes to be read; nothing more is kept once the subscriber is cut off."""
+        """Queue changes; dropped once the subscriber is cut off."""
         if self._cut is not None:
             return
         self._num_waiting += len(changes)
@@ -94,7 +99,7 @@ class BlockSubscription:
         self._wake()
 
     def cut(self, why: FeedCut | FeedEnded) -> None:
-        """What waits is not told any more."""
+        """Drop what is queued; the reader gets this error."""
         self._cut = why
         self._waiting.clear()
         self._wake()
@@ -104,7 +109,7 @@ class BlockSubscription:
             self._waiter.set_result(None)
 
     async def next(self) -> BlockBatch:
-        """The next batch, as soon as there is one. Raises FeedCut, FeedEnded. For one caller at a time."""
+        """The next batch, as soon as there is one. Raises FeedCut, FeedEnded. One caller at a time."""
         while self._cut is None:
             if self._next_chunk < self._num_chunks:
                 return self._take_chunk()
@@ -131,13 +136,13 @@ class BlockSubscription:
 
 
 class BlockFeed:
-    """Of one model. now_us: microseconds of a clock that does not restart with the process; it may be set back."""
+    """One model's. now_us(): microseconds of a clock that does not restart with the process, and may be set back."""
 
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
-        self.is_followed = False  # whether there are subscribers; plain, since it is asked for each block
+        self.is_followed = False  # whether there are subscribers; an attribute because it is read for each block
         self._followers: list[BlockSubscription] = []
-        self._next_sequence = 0  # above all that subscriptions used that are over
+        self._next_sequence = 0  # above all numbers that ended subscriptions used
         self._changes: list[tuple[str, BlockChange]] = []
 
     def publish(self, salt: str, change: BlockChange) -> None:
@@ -145,7 +150,7 @@ class BlockFeed:
         self._changes.append((salt, change))
 
     def flush(self) -> None:
-        """Give subscribers the changes since the last call."""
+        """Queue the changes since the last call for every subscriber."""
         changes, self._changes = self._changes, []
         for follower in self._followers if changes else ():
             theirs = [change for salt, change in changes if salt == follower.salt]
@@ -153,7 +158,7 @@ class BlockFeed:
                 follower.put(some)
 
     def follow(self, salt: str, state: Iterator[BlockChange], num_blocks: int) -> BlockSubscription:
-        """Subscribe to the present state and every change to blocks of this salt. Raises FeedFull."""
+        """Subscribe to the current state and every later change to blocks of this salt. Raises FeedFull."""
         if len(self._followers) >= MAX_FOLLOWERS:
             raise FeedFull(f"{MAX_FOLLOWERS} subscribers follow the prefix cache already")
         first = max(self._now_us(), self._next_sequence)
@@ -163,7 +168,7 @@ class BlockFeed:
         return subscription
 
     def end(self) -> None:
-        """Every subscription ends."""
+        """End every subscription."""
         for follower in self._followers:
             follower.cut(FeedEnded("this gateway shuts down"))
 

@@ -20,9 +20,10 @@ OnModel = Callable[[ModelCard, dict[str, bytes]], None]
 
 
 class Executor:
-    """One per pool. watch: of processes, by incarnation. on_lost: what becomes of an output whose worker is gone.
+    """One per pool. watch: of processes, by incarnation. on_lost: decides what becomes of an output whose worker is
+    gone.
 
-    Callbacks of others that raise are logged, never passed on.
+    Exceptions from callbacks are logged, never passed on.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Executor:
         self._on_lost = on_lost
 
     def carry_out(self, decisions: list[Decision]) -> None:
-        """In their order."""
+        """Carry out decisions in order."""
         for decision in decisions:
             match decision:
                 case Accept():
@@ -74,7 +75,7 @@ class Executor:
                     self._lose(decision)
 
     def drains(self, record: WorkerRecord) -> None:
-        """This worker takes nothing new from now on. Idempotent."""
+        """From now on this worker gets nothing new. Idempotent."""
         if record.state is not WorkerState.DRAINING:
             record.state = WorkerState.DRAINING
             self.changed()

@@ -53,7 +53,7 @@ class RouterLink:
 
     @property
     def bound(self) -> tuple[str, ...]:
-        """Addresses to dial, with the ports that were drawn."""
+        """Addresses to dial, with the ports that were chosen."""
         return tuple(socket.bound for socket in self._sockets)
 
     def open(self) -> None:
@@ -74,7 +74,7 @@ class RouterLink:
             raise
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Raises PeerFull, PeerGone, wire.codec.MessageTooLarge."""
+        """Send without blocking. Raises PeerFull, PeerGone, wire.codec.MessageTooLarge."""
         frame = encode(message)
         if not self._sockets:
             raise PeerGone  # closed
@@ -88,7 +88,7 @@ class RouterLink:
             socket.drain()
 
     def restore(self) -> int:
-        """Bind ipc sockets again whose file vanished from the run directory; how many."""
+        """Bind ipc sockets again whose file vanished from the run directory. Returns how many."""
         return sum(socket.restore() for socket in self._sockets)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class _RouterSocket:
             self._schedule()
 
     def restore(self) -> int:
-        """Bind again where the socket's file is gone or another's. Open connections are not touched."""
+        """Bind again if the socket's file is missing or another's. Open connections stay open."""
         path = self._endpoint.path
         if path is None or self._inode_now() == self._inode:
             return 0
@@ -197,7 +197,7 @@ class _RouterSocket:
             return None
 
     def _receive(self) -> None:
-        """One message: the peer's id and one frame. Raises zmq.Again where none is here."""
+        """(the peer's id, the frame). Raises zmq.Again if no message has arrived."""
         socket = self._socket
         routing_id = socket.recv(zmq.NOBLOCK)
         if not socket.getsockopt(zmq.RCVMORE):
@@ -222,9 +222,9 @@ class _RouterSocket:
 
 
 class Outbox:
-    """Sends to workers, and knows what each outcome of a send means.
+    """Sends to workers, and handles each outcome of a send.
 
-    Cancels, pauses and resumes go out as one message each per turn of the loop. carry_out: what to do with the
+    Cancels, pauses and resumes are gathered: one message of each kind per turn of the loop. carry_out: for the
     registry's decisions when a connection turns out to be gone.
     """
 
@@ -232,13 +232,14 @@ class Outbox:
         self._link = link
         self._registry = registry
         self._carry_out = carry_out
-        # By incarnation, not yet sent. Of an output's paces only the last one matters.
+        # Not yet sent, by incarnation. Only an output's last pause or resume matters.
         self._cancels: defaultdict[int, list[int]] = defaultdict(list)
         self._paces: defaultdict[int, dict[int, type[Pause] | type[Resume]]] = defaultdict(dict)
         self._is_due = False
 
     def send(self, record: WorkerRecord, message: Message) -> None:
-        """Raises WorkerBusy, WorkerGone (then its outputs have ended), MessageTooLarge; nothing was sent then."""
+        """Send. Raises WorkerBusy, WorkerGone (its outputs have ended by then), MessageTooLarge; then nothing was
+        sent."""
         try:
             self._link.send(record.peer, message)
         except PeerFull:
@@ -248,7 +249,7 @@ class Outbox:
             raise WorkerGone(record.worker_id) from None
 
     def try_send(self, record: WorkerRecord, message: Message) -> bool:
-        """Whether it was sent."""
+        """Send if possible. Returns whether it was sent."""
         try:
             self.send(record, message)
         except (WorkerBusy, WorkerGone):
@@ -256,14 +257,14 @@ class Outbox:
         return True
 
     def send_unconfirmed(self, peer: Peer, message: Message) -> None:
-        """Send a message that the peer asks for again where it gets lost."""
+        """Send, ignoring failure: the peer repeats its request until it gets an answer."""
         try:
             self._link.send(peer, message)
         except (PeerFull, PeerGone, MessageTooLarge):
             log.debug("not_told", message=type(message).__name__)
 
     def cancel(self, incarnation: int, handle: int) -> None:
-        """Send a Cancel soon, with all those of this turn of the loop."""
+        """Send a Cancel soon, together with all others of this turn of the loop."""
         self._flush_soon()
         self._cancels[incarnation].append(handle)
 
@@ -278,7 +279,7 @@ class Outbox:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Send what waits; where a queue is full it stays for the next call."""
+        """Send what was gathered; if a queue is full, it stays for the next call."""
         self._is_due = False
         self._flush_cancels()
         for incarnation in tuple(self._paces):

@@ -55,13 +55,13 @@ class Verdict(Enum):
 
 
 class Quarantine:
-    """Which outputs of lost workers may go to another one now. One per model.
+    """Decides which outputs of lost workers may go to another one now. One per model.
 
-    Pure: no clock, no sockets; outputs and workers are any hashable names, a new one for each process of a worker.
+    Pure: no clock, no sockets. Outputs and workers are any hashable names; each process of a worker has a new one.
     """
 
     def __init__(self, on_probation: dict[Hashable, Hashable] | None = None) -> None:
-        """on_probation: worker -> output, where several share it; None: one of its own."""
+        """on_probation: worker -> output, if several share it; None: its own."""
         self._waiting: deque[Hashable] = deque()
         self._on_probation = {} if on_probation is None else on_probation
         self._worker_of: dict[Hashable, Hashable] = {}  # output -> worker, the same turned round
@@ -72,16 +72,16 @@ class Quarantine:
 
     @property
     def num_waiting(self) -> int:
-        """Suspects that are on no worker."""
+        """Suspects without a worker."""
         return len(self._waiting)
 
     def hold(self, output: Hashable) -> None:
-        """One that was accused before, and has no worker yet: it starts on probation."""
+        """An output whose prompt was accused before, and which has no worker yet: it starts on probation."""
         self._accused.add(output)
         self._waiting.append(output)
 
     def lost(self, output: Hashable, worker: Hashable, *, was_begun: bool, has_given: bool) -> Verdict:
-        """The output's worker is gone. was_begun: a step may have had it, and the worker did not end in an orderly way.
+        """The output's worker is gone. was_begun: a step may have had it, and the worker did not shut down cleanly.
         has_given: it has given tokens, at any worker."""
         is_on_probation = self._worker_of.get(output) == worker
         was_accused = output in self._accused
@@ -103,7 +103,7 @@ class Quarantine:
         return Verdict.SUSPECT
 
     def next_for(self, worker: Hashable) -> Hashable | None:
-        """The suspect that this worker may have now, first come first served; it is on probation from here on."""
+        """The suspect that this worker may have now, first come first served; its probation begins."""
         if not self._waiting or worker in self._on_probation:
             return None
         output = self._waiting.popleft()
@@ -112,12 +112,13 @@ class Quarantine:
         return output
 
     def send_back(self, output: Hashable) -> None:
-        """The worker could not take it after all: it is the first that waits again."""
+        """The worker could not take it after all: it goes to the front of the queue."""
         del self._on_probation[self._worker_of.pop(output)]
         self._waiting.appendleft(output)
 
     def passed(self, output: Hashable) -> bool:
-        """A token or an end came: it is no suspect any more. Whether it was one; then its worker may have another."""
+        """A token or an end came, so it is no longer a suspect. Returns whether it was one; then its worker may have
+        another."""
         worker = self._worker_of.pop(output, None)
         if worker is None:
             return False
@@ -133,8 +134,8 @@ class Quarantine:
 
 
 class Migration:
-    """One per pool. on_probation: outputs, by the incarnation of the worker that has them. accused: prompts with which
-    two workers were lost. max_moves 0: nothing ever moves. timeout_s: how long an output waits for a worker."""
+    """One per pool. on_probation: outputs, by their worker's incarnation. accused: prompts with which two workers were
+    lost. max_moves 0: nothing ever moves. timeout_s: how long an output waits for a worker."""
 
     def __init__(
         self,
@@ -148,8 +149,8 @@ class Migration:
         max_moves: int,
         timeout_s: float,
     ) -> None:
-        """check(incarnation): report an exit of that worker that was not noticed yet. drains(record): a worker has said
-        by what it turned away that it takes nothing more; its heartbeat says so later."""
+        """check(incarnation): reports an exit of that worker that was not noticed yet. drains(record): a worker refused
+        an output in a way that shows that it drains; its heartbeat says so later."""
         self._registry = registry
         self._outputs = outputs
         self._stats = stats
@@ -167,7 +168,7 @@ class Migration:
         self._is_closed = False
 
     def is_waiting(self, output: Output) -> bool:
-        """No worker has it."""
+        """Whether no worker has it."""
         return output in self._lost
 
     def is_accused(self, output: Output) -> bool:
@@ -175,7 +176,7 @@ class Migration:
         return _content(output) in self.accused
 
     def close(self) -> None:
-        """From now on no output of a lost worker continues."""
+        """From now on, outputs of lost workers end."""
         self._is_closed = True
         for output in tuple(self._lost):
             self._give_up(output, LostReason.DRAINING, "the gateway is shutting down")
@@ -183,14 +184,14 @@ class Migration:
     # ------------------------------------------------------------ events
 
     def hold(self, output: Output) -> None:
-        """A new output with an accused prompt: it waits for a probation, as suspects do."""
+        """A new output with an accused prompt: it waits for its probation, as suspects do."""
         self._outputs.detach(output)
         self._lost[output] = (LostReason.WORKER_LOST, _IT_MAY_BE_CHANCE, time.monotonic())
         self._quarantine(output).hold(output)
         self.soon()
 
     def lost(self, output: Output, reason: LostReason, detail: str) -> None:
-        """The output's worker is gone, or ended it early: it continues, or ends here."""
+        """The output's worker is gone, or ended it early: continue it elsewhere, or end it."""
         verdict = self._quarantine(output).lost(
             output,
             output.incarnation,
@@ -212,8 +213,8 @@ class Migration:
         self.soon()
 
     def turned_away(self, output: Output, finished: Finished) -> bool:
-        """A worker ended an output because it drains or is full: whether the output continues elsewhere."""
-        # Of a new request its caller is told that there is no place.
+        """A worker ended an output because it drains or is full. Returns whether the output continues elsewhere."""
+        # For a request that is new, the caller gets the refusal.
         drains, is_full = finished.error == "DRAINING", finished.error == "QUEUE_FULL" and output.num_moves > 0
         if (record := self._registry.get(output.incarnation)) is not None:
             record.is_full = record.is_full or is_full
@@ -225,7 +226,7 @@ class Migration:
         return True
 
     def passed(self, output: Output) -> None:
-        """A token or an end of an output on probation."""
+        """An output on probation gave a token or ended."""
         output.is_on_probation = False
         if self.accused:
             self.accused.pop(_content(output), None)
@@ -233,14 +234,14 @@ class Migration:
             self.soon()
 
     def forget(self, output: Output) -> None:
-        """It needs no worker any more."""
+        """The output needs no worker any more."""
         self._lost.pop(output, None)
         self._quarantine(output).forget(output)
         if output in self._free:
             self._free.remove(output)
 
     def soon(self) -> None:
-        """Look for places, once the loop has its turn."""
+        """Look for places in the next turn of the loop."""
         if not self._is_due and self._lost:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self.place)
@@ -285,7 +286,7 @@ class Migration:
         )
 
     def _ready(self, fingerprint: str) -> list[WorkerRecord]:
-        """Least loaded first."""
+        """Ready workers, least loaded first."""
         ready = [
             record
             for record in self._registry
@@ -298,7 +299,7 @@ class Migration:
 
     def _place_suspects(self, fingerprint: str, quarantine: Quarantine) -> None:
         for record in self._ready(fingerprint) if quarantine.num_waiting else ():
-            # Where several workers crash together, those that are noticed only now were not crashed by a suspect.
+            # If several workers crash together, those noticed only now were not crashed by a suspect.
             self._check(record.incarnation)
             if self._registry.get(record.incarnation) is None:
                 continue
@@ -312,7 +313,7 @@ class Migration:
                     quarantine.send_back(output)
 
     def _move(self, output: Output, record: WorkerRecord) -> bool:
-        # Detached until it is sent: where the connection turns out to be gone, this output is not lost with it.
+        # Detached until it is sent: if the connection turns out to be gone, this output is not lost with it.
         self._outputs.rename(output)
         try:
             self._send(record, resumed(output, time.monotonic()), output)
@@ -338,7 +339,7 @@ class Migration:
 
 
 def _content(output: Output) -> bytes:
-    """What makes two requests the same: the model, the prompt, and the salt of their caller."""
+    """What identifies a request's content: the model, the prompt, and its caller's salt."""
     digest = hashlib.blake2b(output.fingerprint.encode(), digest_size=16)
     digest.update(b"\0" + output.run.cache_salt.encode() + b"\0")
     digest.update(output.run.prompt_ids)

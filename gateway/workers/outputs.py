@@ -27,10 +27,11 @@ T = TypeVar("T")
 class Output:
     """One live output.
 
-    name: its number at the gateway, always the same. handle: its number at its present worker, another one at each.
-    run: as it was sent to its first worker, for this output alone. token_ids: int32, what it has generated.
-    deadline_s: monotonic. embedding_sink: the sink, where it waits for a vector; None once that has come.
-    prompt_sink: the sink, where it wants the prompt's log-probabilities, of which num_unscored are still to come.
+    name: its number at this gateway; never changes. handle: its number at its current worker; new at each worker.
+    run: as sent to its first worker, for this output alone.
+    token_ids: int32, generated so far. deadline_s: monotonic.
+    embedding_sink: the sink while it waits for a vector, else None.
+    prompt_sink: the sink if it wants the prompt's log-probabilities; num_unscored are still to come.
     """
 
     name: int
@@ -57,30 +58,30 @@ class Output:
 
     @property
     def request_id(self) -> str:
-        """The caller's."""
+        """The caller's request id."""
         return self.run.request_id
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What every line of the log about it has."""
+        """Fields of every log line about it."""
         trace_id = self.run.traceparent[3:35]
         return {"request_id": self.request_id} | ({"trace_id": trace_id} if trace_id else {})
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has given."""
+        """Tokens given so far."""
         return len(self.token_ids)
 
     @property
     def is_half_scored(self) -> bool:
-        """Some of the prompt's log-probabilities were delivered, and not all."""
+        """Whether some, but not all, of the prompt's log-probabilities were delivered."""
         return self.prompt_sink is not None and 0 < self.num_unscored < num_prompt_tokens(self.run) - 1
 
 
 class Outputs:
-    """Handles are drawn here, upwards from 1, never again. The callbacks are the migration's: on_turned_away says
-    whether an output that a worker ended early goes on elsewhere; on_passed is called with outputs on probation that
-    have given a token or ended."""
+    """Draws handles, upwards from 1 and never reused. The callbacks are the migration's: on_turned_away returns whether
+    an output that a worker ended early continues elsewhere; on_passed is called for outputs on probation that have
+    given a token or ended."""
 
     def __init__(self, stats: PoolStats) -> None:
         self._stats = stats
@@ -104,29 +105,29 @@ class Outputs:
         return list(range(first, self._next_handle))
 
     def add(self, output: Output) -> None:
-        """An output begins."""
+        """A new output."""
         self._by_name[output.name] = self._live[output.handle] = output
 
     def get(self, name: int) -> Output | None:
-        """The output, while it lives."""
+        """The live output of this name, or None."""
         return self._by_name.get(name)
 
     def await_first_token(self, output: Output, num_tokens: int) -> None:
-        """Its worker has to compute so many tokens of its prompt before it gives one."""
+        """Its worker must compute this many tokens of its prompt before it gives one."""
         output.num_awaited = num_tokens
         self.waiting_tokens[output.incarnation] += num_tokens
 
     def detach(self, output: Output) -> None:
-        """No worker has it for now; messages about it are late."""
+        """No worker has it for now; messages about it are stale."""
         self._settle(output)
         self._live.pop(output.handle, None)
 
     def rename(self, output: Output) -> None:
-        """It gets a new handle, under which no worker has it yet."""
+        """Draw a new handle, under which no worker has it yet."""
         (output.handle,) = self.draw_handles(1)
 
     def attach(self, output: Output, incarnation: int) -> None:
-        """Another worker has it, under its present handle."""
+        """Another worker has it, under its current handle."""
         output.incarnation = incarnation
         self._live[output.handle] = output
 
@@ -135,12 +136,12 @@ class Outputs:
         return [output for output in self._live.values() if output.incarnation == incarnation]
 
     def by_name(self, incarnation: int, said: Mapping[int, T]) -> dict[int, T]:
-        """What a worker said of handles, by the names of those outputs that it has."""
+        """What a worker reported by handle, keyed by output name instead; only outputs that it has."""
         rows = ((self._live.get(handle), what) for handle, what in said.items())
         return {output.name: what for output, what in rows if output is not None and output.incarnation == incarnation}
 
     def take(self, incarnation: int, message: StepOutput) -> list[Output]:
-        """Hand a step's tokens and ends to their sinks. Returns the outputs that ended with it (also by a fault)."""
+        """Hand a step's tokens and ends to their sinks. Returns the outputs that ended with it, by a fault included."""
         ended: list[Output] = []
         for handle in message.started:
             output = self._claim(handle, incarnation, ended)
@@ -162,7 +163,7 @@ class Outputs:
         return ended
 
     def lose(self, output: Output, reason: LostReason, detail: str) -> None:
-        """End an output without a message from its worker."""
+        """End an output for a reason other than a message from its worker."""
         if self._by_name.pop(output.name, None) is None:
             return
         if output.is_on_probation:  # its worker broke the protocol, or we have a defect: others wait for its end
@@ -178,7 +179,7 @@ class Outputs:
     # ------------------------------------------------------------ parts
 
     def _settle(self, output: Output) -> None:
-        """It awaits nothing any more."""
+        """It no longer waits for its first token."""
         if output.num_awaited:
             self.waiting_tokens[output.incarnation] -= output.num_awaited
             output.num_awaited = 0
@@ -244,7 +245,7 @@ class Outputs:
                 self._sink_failed(output, ended)
 
     def _claim(self, handle: int, incarnation: int, ended: list[Output]) -> Output | None:
-        """The live output of a handle, where this worker has it. None: counted as late, or as an error of protocol."""
+        """The live output of a handle, if this worker has it. None: counted as late, or as a protocol error."""
         output = self._live.get(handle)
         if output is None:
             if 0 < handle < self._next_handle and all(handle != other.handle for other in ended):
@@ -298,7 +299,7 @@ class Outputs:
             self._sink_failed(output, ended)
 
     def _sink_failed(self, output: Output, ended: list[Output]) -> None:
-        """A defect of ours: this output ends, the others go on."""
+        """The sink raised, which is our defect: end this output, keep the others."""
         self._stats.sink_errors += 1
         log.exception("sink_failed", **output.log_fields)
         output.is_faulted = True
@@ -328,12 +329,12 @@ def new_output(run: Run, index: int, record: WorkerRecord, sink: OutputSink, now
 
 
 def num_prompt_tokens(run: Run) -> int:
-    """Of the prompt as it was sent."""
+    """Tokens of the prompt as it was sent."""
     return len(run.prompt_ids) // TOKEN_BYTES
 
 
 def _alone(run: Run, index: int) -> Run:
-    """The Run of output `index` by itself: what another worker is sent where its first one is lost."""
+    """The Run for output `index` alone, for when another worker must take it over."""
     if not index:
         return run
     sampling = sampling_of_output(run.sampling, index)
@@ -341,7 +342,7 @@ def _alone(run: Run, index: int) -> Run:
 
 
 def resumed(output: Output, now_s: float) -> Run:
-    """What another worker is sent, under the output's new handle: it goes on behind what the output has given. now_s:
+    """The Run for another worker, under the output's new handle: it continues after the tokens given so far. now_s:
     monotonic."""
     run, sampling = output.run, output.run.sampling
     if output.prompt_sink is not None and not output.num_unscored:

@@ -61,8 +61,8 @@ class WorkerPool:
         make_link: Callable[[WorkerPoolConfig, OnFrame, PoolStats], RouterLink] = RouterLink,
         make_watch: Callable[[Callable[[int], None]], ProcessWatch] = ProcessWatch,
     ) -> None:
-        """on_model(card, tokenizer files by name): a model became ready (again); called on the loop.
-        make_link, make_watch: the pool's edges to sockets and processes; a simulation brings its own."""
+        """on_model(card, tokenizer files by name): called on the loop when a model becomes ready, perhaps again.
+        make_link, make_watch: replaced in simulations, which have no sockets and processes."""
         self.stats = PoolStats()
         self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what the former process had asked for
         self._config = config
@@ -105,12 +105,12 @@ class WorkerPool:
         self._turn = 0
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call back (on the loop) whenever the set of ready models or workers changed."""
+        """Call back (on the loop) whenever the set of ready models or workers has changed."""
         self._executor.on_change.append(callback)
 
     @property
     def bound_endpoints(self) -> tuple[str, ...]:
-        """Addresses that workers dial, with the ports that were drawn."""
+        """Addresses that workers dial, with the ports that were chosen."""
         return self._link.bound
 
     async def start(self) -> None:
@@ -143,17 +143,17 @@ class WorkerPool:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that are open."""
+        """Open outputs."""
         return len(self._outputs)
 
     @property
     def index_bytes(self) -> int:
-        """That the prefix indexes take, about."""
+        """Approximate size of the prefix indexes."""
         return self._prefixes.num_bytes
 
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
-        """Where it costs the least (`workers.router`); while an output is on probation at a worker, another one where
-        there is one. prompt_ids: int32 [T]. Raises NoWorker."""
+        """The cheapest worker (`workers.router`); while an output is on probation at a worker, another one if possible.
+        prompt_ids: int32 [T]. Raises NoWorker."""
         ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
         if not ready:
             raise NoWorker(model)
@@ -170,12 +170,12 @@ class WorkerPool:
     # ------------------------------------------------------------ requests
 
     def draw_handles(self, num_outputs: int) -> list[int]:
-        """Handles for a request's `Run`, never used before; one that is not sent costs nothing."""
+        """Unused handles for a request's `Run`. A handle that is never sent costs nothing."""
         return self._outputs.draw_handles(num_outputs)
 
     def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
-        """Send a request with the handles that were drawn for it, one for each sink. Raises WorkerBusy, WorkerGone
-        (nothing was sent, the sinks are not used), and wire.codec.MessageTooLarge."""
+        """Send a request with the handles drawn for it, one per sink. Raises WorkerBusy, WorkerGone,
+        wire.codec.MessageTooLarge; then nothing was sent and the sinks are not used."""
         record = self._registry.find(worker.worker_id)
         if record is None or record.epoch != worker.epoch:
             raise WorkerGone(worker.worker_id)
@@ -215,12 +215,12 @@ class WorkerPool:
         if output is not None and not output.is_paused:
             output.is_paused = True
             self.stats.pauses += 1
-            # One on probation has to give a token before others may be tried: it is not paused until then.
+            # An output on probation must give a token before others may be tried: it is not paused until then.
             if not output.is_on_probation:
                 self._tell_pace(output)
 
     def resume(self, handle: int) -> None:
-        """An output goes on where it was; nothing for one that is not paused."""
+        """Continue a paused output; does nothing if it is not paused."""
         output = self._outputs.get(handle)
         if output is not None and output.is_paused:
             output.is_paused = False
@@ -241,15 +241,15 @@ class WorkerPool:
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
     ) -> list[tuple[str, AdminReply]]:
-        """Ask every worker (of a model) for its blocks; those that answer in time, in order of their ids."""
+        """Ask every worker (of a model) for its blocks. Returns answers that come in time, in order of worker ids."""
         records = [record for record in self._registry if model is None or record.card.name == model]
         question = AdminQuery(query_id=0, audit=audit, flush_prefix_cache=flush)
         answers = await self._queries.ask(records, self._outbox.try_send, question, timeout_s=timeout_s)
         return [(record.worker_id, reply) for record, reply in answers]
 
     async def query_details(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerDetails]:
-        """Ask every worker for a map of its blocks and for our outputs; those that answer in time, in order of their
-        ids. Outputs go by the handles that were drawn for them, wherever they have moved since."""
+        """Ask every worker for a map of its blocks and for our outputs. Returns the answers that come in time, in order
+        of worker ids. Outputs are named by the handles first drawn for them, even after a move."""
         question = AdminQuery(query_id=0, max_cells=max_cells, max_outputs=max_outputs)
         answers = await self._queries.ask(self._registry, self._outbox.try_send, question, timeout_s=timeout_s)
         found = []
@@ -260,17 +260,17 @@ class WorkerPool:
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """Subscribe to the blocks of this salt that a model's workers have cached, and to every change. Raises
-        FeedFull. The caller has to call `leave` of it at its end."""
+        FeedFull. The caller must call `leave` on it at the end."""
         return self._prefixes.follow(model, salt)
 
     def end_feeds(self) -> None:
-        """Every subscription ends with FeedEnded."""
+        """End every subscription with FeedEnded."""
         self._prefixes.end_feeds()
 
     # ------------------------------------------------------------ messages from workers
 
     def _take_frame(self, peer: Peer, frame: bytes) -> None:
-        """One frame from any peer; no frame may end the gateway."""
+        """One frame from any peer. No frame may end the gateway."""
         try:
             decisions, ended = self._take(peer, frame, time.monotonic())
             for output in ended:
@@ -282,7 +282,8 @@ class WorkerPool:
             log.exception("message_failed")
 
     def _take(self, peer: Peer, frame: bytes, now_s: float) -> tuple[list[Decision], list[Output]]:
-        """What a frame leads to; outputs that ended with it. What a peer can get wrong is counted."""
+        """Handle a frame. Returns the decisions it leads to and the outputs that ended. A peer's mistakes are
+        counted."""
         try:
             message = decode_to_gateway(frame)
         except ProtocolError:
@@ -353,8 +354,8 @@ class WorkerPool:
     # ------------------------------------------------------------ what happens to workers and outputs
 
     def _process_ended(self, incarnation: int) -> None:
-        # What it sent before its end is in our queue: take that first, so that nothing complete is thrown away. The
-        # registration of its restarted process may be in there too, and must not be refused as a duplicate.
+        # First take what it sent before its end, so that no complete output is thrown away. The queue may also hold
+        # the registration of its restarted process, which must not be refused as a duplicate.
         record = self._registry.get(incarnation)
         if record is not None:
             record.is_watched = False
@@ -362,13 +363,13 @@ class WorkerPool:
         self._executor.carry_out(self._registry.on_exit(incarnation))
 
     def _passed(self, output: Output) -> None:
-        """An output is no longer on probation: the pause that waited for that is sent now."""
+        """An output is no longer on probation: send the pause that waited for that."""
         self._migration.passed(output)
         if output.is_paused:
             self._tell_pace(output)
 
     def _send_again(self, record: WorkerRecord, run: Run, output: Output) -> None:
-        """To another worker, with the pause where the output is paused."""
+        """Send to another worker, followed by a pause if the output is paused."""
         self._outbox.send(record, run)
         if output.is_paused and not output.is_on_probation:
             self._outbox.pace(record.incarnation, output.handle, Pause)

@@ -1,10 +1,10 @@
-"""What the workers have cached, as their KV events tell it: which of them has how much of a prompt.
+"""What the workers have cached, by their KV events: how much of a prompt each of them has.
 
 A tree over blocks of tokens, where a child is found by (parent node, tokens) and a root by the salt. Workers name their
 blocks by keyed hashes that mean nothing elsewhere; they only serve to find the node again. The tree is a hint: what it
 has forgotten costs a recomputation, never a wrong token. Bounded: beyond ``max_nodes`` the end of the least recently
-used prefix goes. A worker that is gone matches nothing from then on, and its blocks are dropped in parts, in turns of
-the event loop. Pure but for these turns; must not know sockets, nor how workers are chosen.
+used prefix is dropped. A worker that is gone matches nothing, and its blocks are dropped part by part, over several
+turns of the event loop. Pure but for these turns; must not know sockets, nor how workers are chosen.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
 PART_BLOCKS = 512  # of a worker that is gone, dropped in one turn of the loop: one or two milliseconds
 PAUSE_S = 0.002  # between two such turns
-# Reading a member of an enum takes longer than comparing it, and these are for each block.
+# Looking up an enum member takes longer than comparing it, and these are used for each block.
 _STORED, _CLEARED, _DEVICE, _HOST = KvEventKind.STORED, KvEventKind.CLEARED, KvTier.DEVICE, KvTier.HOST
 
 
 class Match(dict[int, int]):
-    """Cached tokens by worker incarnation; none for a worker without a hit. num_branches: in how many ways other
-    prompts went on after the longest prefix."""
+    """Cached tokens by worker incarnation; only workers with a hit. num_branches: in how many ways other prompts
+    continued after the longest prefix."""
 
     num_branches = 0
 
 
 class PrefixIndex:
-    """Prefixes of one model in blocks of one size. feed: gets every block with its first owner, and without
-    its last."""
+    """Prefixes of one model, in blocks of one size. feed: told of each block when its first owner stores it and when
+    its last one drops it."""
 
     def __init__(self, *, block_size: int, max_nodes: int, feed: BlockFeed | None = None) -> None:
         self.block_size = block_size
@@ -54,11 +54,11 @@ class PrefixIndex:
 
     @property
     def parts(self) -> list[object]:
-        """All that is large."""
+        """Its large containers."""
         return self._tree.parts
 
     def match(self, token_ids_T: np.ndarray, salt: str) -> Match:
-        """Cached tokens are at most len - 1 (the last token is always computed). token_ids_T: int32."""
+        """At most len - 1 cached tokens (the last token is always computed). token_ids_T: int32."""
         root, keys = self._roots.get(salt, NOBODY), np.ascontiguousarray(token_ids_T, np.int32).tobytes()
         path = self._tree.walk(root, keys, self._block_bytes) if root and len(keys) >= self._block_bytes else []
         matched, holders = Match(), self._holdings
@@ -76,7 +76,7 @@ class PrefixIndex:
         return matched
 
     def apply(self, incarnation: int, *events: KvEvent) -> None:
-        """Take events of a worker. What does not fit (unknown parent, wrong block size) is ignored."""
+        """Apply a worker's events. Events that do not fit (unknown parent, wrong block size) are ignored."""
         holding = self._holdings.get(incarnation)
         for event in events:
             if event.kind is _STORED:
@@ -94,7 +94,8 @@ class PrefixIndex:
             del self._holdings[incarnation]
 
     def forget(self, incarnation: int) -> None:
-        """The worker's cache is empty, or the worker is gone: nothing of it matches; `drop_part` drops what it had."""
+        """The worker's cache is empty, or the worker is gone: it matches nothing now, and `drop_part` drops its
+        blocks."""
         if (holding := self._holdings.pop(incarnation, None)) is not None:
             self._leaving.append(holding)
 
@@ -104,8 +105,8 @@ class PrefixIndex:
         return bool(self._leaving)
 
     def drop_part(self) -> list[object]:
-        """Drop some blocks of workers that are gone; what is empty by then, and large. The last stored go first: they
-        are ends, with which nothing else has to go."""
+        """Drop some blocks of workers that are gone. Returns large containers that are now empty. The last stored
+        blocks go first: they are leaves, which no other block depends on."""
         num_left, emptied = PART_BLOCKS, list[object]()
         while self._leaving and num_left:
             holding = self._leaving[0]
@@ -121,15 +122,15 @@ class PrefixIndex:
         return self._num_owned[salt]
 
     def blocks(self, salt: str) -> Iterator[BlockChange]:
-        """STORED for every block of this salt that some worker has, parents first. What changes while it is walked may
-        be in it or not."""
+        """STORED for every block of this salt that some worker has, parents first. Concurrent changes may or may not be
+        included."""
         tree, root = self._tree, self._roots.get(salt)
         return (self._stored(node) for node in (tree.below(root) if root else ()) if tree.num_owners[node])
 
     # ------------------------------------------------------------ parts
 
     def _store(self, holding: Holding, event: KvEvent) -> None:
-        """It is for each block that a worker has stored: what is rare has functions of its own."""
+        """Called for every block that a worker stores, so rare cases are in functions of their own."""
         name, key, tree = event.block_hash, event.token_ids, self._tree
         if len(key) != self._block_bytes or not name:
             return
@@ -171,7 +172,7 @@ class PrefixIndex:
                 self._disown(owner, owner.node_of.pop(owner.hash_of[oldest]))
 
     def _store_again(self, holding: Holding, event: KvEvent) -> bool:
-        """A block by a known name: whether it is the same one, perhaps on another tier."""
+        """A block under a known hash. Returns whether it is the same block, perhaps on another tier."""
         known = holding.node_of[event.block_hash]
         parent = holding.node_of.get(event.parent_hash) if event.parent_hash else self._roots.get(event.salt)
         if self._tree.key_of[known] != event.token_ids or self._tree.parent[known] != parent:
@@ -193,7 +194,7 @@ class PrefixIndex:
             self._tree.num_on_host[node] += 1 if is_on_host else -1
 
     def _publish_tier_change(self, node: int, former: KvTier) -> None:
-        """Followers who know no tiers have it in the end."""
+        """Remove, then store: subscribers that ignore tiers end up with the block."""
         if self._feed is None or not self._feed.is_followed or self._tier(node) is former:
             return
         salt, block_id = self._tree.salt_of(node), self._tree.block_id[node]
@@ -201,7 +202,7 @@ class PrefixIndex:
         self._feed.publish(salt, self._stored(node))
 
     def _disown(self, holding: Holding, node: int) -> None:
-        """A node that this worker had, and has no name for any more."""
+        """A node that this worker had and no longer has a hash for."""
         tree, former = self._tree, self._tier(node)
         if holding.on_host:
             self._place(node, holding, _DEVICE)
@@ -235,10 +236,10 @@ def _after_a_pause(work: Callable[[], None]) -> None:
 
 
 class PrefixIndexes:
-    """The indexes of all models, one per model name and block size, and per model a feed of what changes in them.
+    """All indexes, one per model name and block size, and one feed of changes per model.
 
-    Each index is bounded by ``max_nodes``; an index goes with its last worker, a feed stays. now_us: see `BlockFeed`.
-    later(work): does it in a later turn of the loop.
+    Each index is bounded by ``max_nodes`` and goes with its last worker; feeds stay. now_us: see `BlockFeed`.
+    later(work): runs work in a later turn of the loop.
     """
 
     def __init__(
@@ -251,18 +252,18 @@ class PrefixIndexes:
         self._max_nodes = max_nodes
         self._later = later
         self._is_dropping = False
-        self._emptied: list[object] = []  # to give back that much memory takes a turn each
+        self._emptied: list[object] = []  # freeing each takes a turn of the loop
         self._feeds = defaultdict[str, BlockFeed](lambda: BlockFeed(now_us))
         self._indexes: dict[tuple[str, int], PrefixIndex] = {}
         self._key_of: dict[int, tuple[str, int]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """That all of them take, about."""
+        """Approximate size of all of them."""
         return BYTES_A_NODE * sum(map(len, self._indexes.values()))
 
     def apply(self, record: WorkerRecord, message: KvEvents) -> None:
-        """Take a worker's events, in their order."""
+        """Apply a worker's events, in order."""
         key = (record.card.name, record.capacity.block_size)
         index, feed = self._indexes.get(key), self._feed(key[0])
         if index is None:
@@ -297,7 +298,7 @@ class PrefixIndexes:
             self._later(self._drop_part)
 
     def _drop_part(self) -> None:
-        """Of one index; what is left later."""
+        """Drop a part of one index, and schedule the rest."""
         self._is_dropping, used = False, set(self._key_of.values())
         if self._emptied:
             self._emptied.pop()
@@ -314,13 +315,13 @@ class PrefixIndexes:
             return
 
     def follow(self, model: str, salt: str) -> BlockSubscription:
-        """To the blocks of this salt that the workers of a model have. Raises FeedFull."""
+        """Subscribe to the blocks of this salt that a model's workers have. Raises FeedFull."""
         indexes = [index for (name, _), index in self._indexes.items() if name == model]
         state = chain.from_iterable(index.blocks(salt) for index in indexes)
         return self._feed(model).follow(salt, state, sum(index.num_blocks(salt) for index in indexes))
 
     def end_feeds(self) -> None:
-        """Every subscription ends."""
+        """End every subscription."""
         for feed in self._feeds.values():
             feed.end()
 

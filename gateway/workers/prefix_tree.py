@@ -25,7 +25,7 @@ BYTES_A_NODE = 600
 
 
 class ByRow:
-    """Bytes for rows, in a dict for every 1,024 of them."""
+    """Byte strings by row, in one dict per 1,024 rows."""
 
     __slots__ = ("_parts",)
 
@@ -36,7 +36,7 @@ class ByRow:
         return self._parts[row >> _PART_BITS][row]
 
     def get(self, row: int) -> bytes | None:
-        """None where the row has none."""
+        """The bytes of a row, or None."""
         part = row >> _PART_BITS
         return self._parts[part].get(row) if part < len(self._parts) else None
 
@@ -47,12 +47,12 @@ class ByRow:
         self._parts[row >> _PART_BITS][row] = value
 
     def pop(self, row: int) -> bytes:
-        """Remove what is there."""
+        """Remove and return the bytes of a row, which must have some."""
         return self._parts[row >> _PART_BITS].pop(row)
 
 
 class Holding:
-    """What one worker has: nodes by its hashes and its hashes by nodes, and which nodes lie in host memory."""
+    """What one worker has: nodes by its hashes, hashes by node, and which nodes are in host memory."""
 
     __slots__ = ("hash_of", "node_of", "on_host")
 
@@ -61,9 +61,9 @@ class Holding:
 
 
 class PrefixTree:
-    """Nodes below roots, each found by its parent and its key. Those without children stand in a queue, touched least
-    recently first. Columns, by row: parent (NOBODY for a root), num_children, block_id (one that no other node ever
-    had; 0 where there is none), and counts for whoever owns the tree. key_of: of every node but roots."""
+    """Nodes below roots, each found by its parent and its key. Leaves are queued, least recently used first. Columns,
+    by row: parent (NOBODY for a root), num_children, block_id (never reused; 0 if none), and counts for the tree's
+    owner. key_of: of every node but roots."""
 
     def __init__(self) -> None:
         self.key_of = ByRow()
@@ -84,32 +84,32 @@ class PrefixTree:
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Nodes without roots."""
+        """Number of nodes, roots not counted."""
         return self._num_nodes
 
     @property
     def parts(self) -> list[object]:
-        """All that is large."""
+        """Its large containers."""
         return [*self._columns, self.key_of, self._children, self._free]
 
     @property
     def oldest_leaf(self) -> int:
-        """The next to go; NOBODY where there is none."""
+        """The least recently used leaf; NOBODY if there is none."""
         return self._newer[NOBODY]
 
     def salt_of(self, node: int) -> str:
-        """Of the root above it."""
+        """The salt of the root above the node."""
         return self._salt_of[self._root[node]]
 
     def add_root(self, salt: str) -> int:
-        """It has no key and no age."""
+        """Roots have no key and no age."""
         node = self._free.pop() if self._free else self._new_row()
         self.block_id[node], self._root[node], self._salt_of[node] = next(_block_ids), node, salt
         return node
 
     def put(self, parent: int, key: bytes) -> int:
-        """The child with this key, made where there is none, as one that is used now. It is for each block that a
-        worker has stored, and calls little."""
+        """The child with this key, created and marked as just used if missing. Called for every block that a worker
+        stores, so it calls little itself."""
         path, part = parent.to_bytes(_ROW_BYTES, "little") + key, self._children[_part(parent, key)]
         node = part.get(path)
         if node is not None:
@@ -143,7 +143,7 @@ class PrefixTree:
         return node
 
     def remove(self, node: int) -> None:
-        """A node or root without children. Called for each block that nobody has any more, like `put`."""
+        """Remove a node or root without children. Called for every block that nobody has any more, like `put`."""
         parent, before = self.parent[node], self._before
         if parent:
             key = self.key_of.pop(node)
@@ -172,7 +172,7 @@ class PrefixTree:
         self._free.append(node)
 
     def walk(self, root: int, keys: bytes, width: int) -> list[int]:
-        """Down from a root, as far as there are children with these keys, each of so many bytes."""
+        """The nodes from a root down, as far as there are children with these keys of `width` bytes each."""
         path: list[int] = []
         node = root
         for start in range(0, len(keys) - width + 1, width):
@@ -184,7 +184,8 @@ class PrefixTree:
         return path
 
     def prune(self, node: int) -> bool:
-        """Remove it and what is above it, as far as it has neither owners nor children; whether the root went too."""
+        """Remove the node and its ancestors while they have neither owners nor children. Returns whether the root went
+        too."""
         while not self.num_owners[node] and not self.num_children[node] and self.parent[node]:
             parent = self.parent[node]
             self.remove(node)
@@ -195,7 +196,7 @@ class PrefixTree:
         return False
 
     def below(self, root: int) -> Iterator[int]:
-        """All nodes, parents first. What changes while it is walked may be in it or not."""
+        """All nodes, parents first. Concurrent changes may or may not be included."""
         waiting = deque((node, self.block_id[node]) for node in self.children(root))
         while waiting:
             node, block_id = waiting.popleft()
@@ -204,14 +205,14 @@ class PrefixTree:
                 yield node
 
     def children(self, node: int) -> Iterator[int]:
-        """In the order in which they were added. The tree must not change meanwhile."""
+        """In insertion order. The tree must not change meanwhile."""
         child = self._first_child[node]
         while child:
             yield child
             child = self._behind[child]
 
     def touch(self, path: Sequence[int]) -> None:
-        """A node after the other was used, each the parent of the next."""
+        """Mark a path of nodes, each the parent of the next, as just used."""
         self._num_uses += 1
         for node in path:
             self._used[node] = self._num_uses
@@ -238,5 +239,6 @@ class PrefixTree:
 
 
 def _part(parent: int, key: bytes) -> int:
-    """Of the children: rows that follow each other share one, the children of a root do not. No two grow at once."""
+    """The part of the children dicts for this key. Consecutive rows share one; a root's children do not, so that no two
+    parts grow at once."""
     return (parent >> _PART_BITS ^ key[0]) & _NUM_PARTS - 1

@@ -20,11 +20,11 @@ _PHASES = {int(phase): phase for phase in OutputPhase}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDetails:
-    """What a worker said of its blocks and of this gateway's outputs, as far as it can be true.
+    """What a worker reported of its blocks and of this gateway's outputs, as far as it can be true.
 
-    cells_C: uint8, states of octavo.v1.BlockState in order of the blocks' ids, each for blocks_per_cell blocks; empty
-    where it told none. held: by handle, what an output does and how many blocks it holds. host: its second tier; None
-    where it has none or told nothing.
+    cells_C: uint8, states of octavo.v1.BlockState in order of block ids, each for blocks_per_cell blocks; empty if not
+    reported. held: by handle, what an output does and how many blocks it holds. host: its second tier; None if it has
+    none or did not report it.
     """
 
     worker_id: str
@@ -37,7 +37,7 @@ class WorkerDetails:
 
 
 def details_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outputs: int) -> WorkerDetails:
-    """What is out of range, or more than was asked for, is left out."""
+    """The report, without what is out of range or more than was asked for."""
     num_blocks = record.capacity.num_blocks
     cells_C = np.frombuffer(reply.cells, np.uint8)
     if not _is_map(cells_C, num_blocks, reply.blocks_per_cell, max_cells):
@@ -64,14 +64,14 @@ def _is_tier(host: HostBlocks, max_cells: int) -> bool:
 
 
 def _is_map(cells_C: np.ndarray, num_blocks: int, blocks_per_cell: int, max_cells: int) -> bool:
-    """Whether these can be the states of so many blocks."""
+    """Whether these can be the states of this many blocks."""
     if not 0 < len(cells_C) <= max_cells or len(cells_C) != -(-num_blocks // max(1, blocks_per_cell)):
         return False
     return bool(cells_C.min() >= 1 and cells_C.max() <= _NUM_BLOCK_STATES)
 
 
 class Queries:
-    """Ids are drawn here. A future without an answer is cancelled after its time, or when its worker is lost."""
+    """Draws query ids. The future of an answer is cancelled when its time is over, or when its worker is lost."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[int, Answer]] = {}
@@ -85,7 +85,7 @@ class Queries:
         *,
         timeout_s: float,
     ) -> list[tuple[WorkerRecord, AdminReply]]:
-        """The answers that come in time, in order of the workers' ids. question: its number is drawn here."""
+        """The answers that come in time, in order of worker ids. question: gets its number here."""
         asked: dict[Answer, WorkerRecord] = {}
         try:
             for record in records:
@@ -114,7 +114,7 @@ class Queries:
         return query_id, future
 
     def take(self, incarnation: int, reply: AdminReply) -> bool:
-        """Take an answer; whether this worker was sent that query."""
+        """Take an answer. Returns whether this worker was asked that query."""
         asked, future = self._open.get(reply.query_id, (None, None))
         if future is None or asked != incarnation:
             return False

@@ -56,7 +56,7 @@ class WorkerRecord:
     def of(
         cls, register: Register, *, incarnation: int, peer: Peer, state: WorkerState, now_s: float
     ) -> "WorkerRecord":
-        """A fresh record."""
+        """A new record."""
         return cls(
             incarnation=incarnation,
             peer=peer,
@@ -90,28 +90,28 @@ class WorkerRecord:
         self.is_full = self.is_full and self.num_requests >= self.max_requests
 
     def take_step(self, now_s: float) -> None:
-        """Note that a step's output arrived."""
+        """A step's output arrived."""
         self.last_heard_s = now_s
         self.last_progress_s = now_s
 
     @property
     def has_our_work(self) -> bool:
-        """It has requests of this gateway that are not paused."""
+        """Whether it has requests of this gateway that are not paused."""
         return self.in_flight > self.num_paused
 
     @property
     def num_requests(self) -> int:
-        """Requests that it has: at least this gateway's, else those of all gateways by its last heartbeat."""
+        """Its requests: this gateway's, or all gateways' by its last heartbeat, whichever are more."""
         return max(self.in_flight, self.num_running + self.num_waiting + self.num_paused)
 
     @property
     def load(self) -> float:
-        """Requests over the number that run at once; above 1 some of them queue."""
+        """Requests divided by the number that run at once; above 1, some are queued."""
         return self.num_requests / self.capacity.max_num_seqs
 
     @property
     def max_requests(self) -> int:
-        """Running and queued requests that it takes."""
+        """How many requests it takes, running and queued."""
         return self.capacity.max_num_seqs + self.capacity.max_waiting
 
     def view(self, now_s: float) -> WorkerView:
@@ -139,7 +139,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryLimits:
-    """Seconds, except the token."""
+    """Times in seconds."""
 
     heartbeat_timeout_s: float = 5.0
     stall_timeout_s: float = 30.0
@@ -168,11 +168,12 @@ class Registry:
         return self._by_incarnation.get(incarnation)
 
     def find(self, worker_id: str) -> WorkerRecord | None:
-        """The present incarnation of a worker."""
+        """The current incarnation of a worker."""
         return self._by_id.get(worker_id)
 
     def sender(self, peer: Peer, epoch: str) -> WorkerRecord | None:
-        """The worker that sent a message. None: its epoch is unknown or given up, or the connection is not its own."""
+        """The worker that sent a message. None if its epoch is unknown or given up, or the connection is not its
+        own."""
         record = self._by_peer.get(peer)
         return record if record is not None and record.epoch == epoch else None
 
@@ -195,7 +196,7 @@ class Registry:
         return [*ended, *self._admit(peer, register, now_s)]
 
     def on_bundle(self, peer: Peer, bundle: TokenizerBundle) -> list[Decision]:
-        """Tokenizer files arrived: every worker that waited for them is ready. Raises BundleError."""
+        """Tokenizer files arrived: every worker that waited for them becomes ready. Raises BundleError."""
         record = self.sender(peer, bundle.epoch)
         if record is None or record.card.tokenizer_digest != bundle.digest:
             raise BundleError("this peer was not asked for that bundle")
@@ -211,21 +212,21 @@ class Registry:
         return [Announce(incarnation=other.incarnation, card=other.card) for other in waiting]
 
     def on_heartbeat(self, beat: Heartbeat, now_s: float) -> WorkerRecord | None:
-        """Found by its epoch alone: heartbeats have a connection of their own. None: the epoch is unknown."""
+        """The worker, found by its epoch alone, since heartbeats have their own connection. None: unknown epoch."""
         record = self._by_epoch.get(beat.epoch)
         if record is not None:
             record.take_heartbeat(beat, now_s)
         return record
 
     def on_stale_heartbeat(self, epoch: str) -> list[Decision]:
-        """A worker that was given up is running: refuse it, on the connection that it reads."""
+        """A worker that was given up is still running: refuse it, on the connection that it reads."""
         peer = self._given_up.get(epoch)
         if peer is None:
             return []
         return [Refuse(peer=peer, epoch=epoch, kind="given_up", reason=GIVEN_UP)]
 
     def on_sequence(self, record: WorkerRecord, seq: int) -> list[Decision]:
-        """Check a StepOutput's number. After a gap a message is lost, with unknown tokens: the worker is given up."""
+        """Check a StepOutput's number. A gap means lost tokens: the worker is given up."""
         expected = record.last_seq + 1
         if seq == expected:
             record.last_seq = seq
@@ -242,8 +243,8 @@ class Registry:
         return self.give_up(record, LostReason.DRAINING, reason or "the worker is shutting down")
 
     def on_unreachable(self, record: WorkerRecord) -> list[Decision]:
-        """The socket has no such connection any more. What was under way on it is lost; the worker may register again
-        under the same epoch, because other gateways still use it."""
+        """The connection is gone, with everything under way on it. The worker may register again under the same epoch,
+        because other gateways still use it."""
         return [self._remove(record, LostReason.WORKER_LOST, "its connection is closed")]
 
     def on_tick(self, now_s: float) -> list[Decision]:
@@ -266,7 +267,7 @@ class Registry:
         return [self._remove(record, reason, detail)]
 
     def opened(self, record: WorkerRecord, now_s: float) -> None:
-        """An output was sent to it; the clock for a stall starts with the first."""
+        """An output was sent to the worker. The stall clock starts with the first one."""
         if record.in_flight == 0:
             record.last_progress_s = now_s
         record.in_flight += 1
@@ -362,7 +363,7 @@ class Registry:
 
 
 def _problem(register: Register) -> str | None:
-    """What is wrong with a registration; None for nothing."""
+    """What is wrong with a registration, or None."""
     capacity, card = register.capacity, register.card
     if not 0 < len(register.worker_id) <= MAX_NAME_LEN or not 0 < len(card.name) <= MAX_NAME_LEN:
         return f"worker id and model name need 1 to {MAX_NAME_LEN} characters"

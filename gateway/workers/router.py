@@ -24,9 +24,9 @@ IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A ready worker of the model. load: requests over the number that run at once (above 1: it queues).
-    waiting_tokens: prompt tokens that it has to compute first. fill: share of its blocks that hold something.
-    step_tokens: what it computes in a step."""
+    """A ready worker of the model. load: requests divided by the number that run at once (above 1: it queues).
+    waiting_tokens: prompt tokens it must compute first. fill: share of its blocks in use. step_tokens: its token budget
+    per step."""
 
     incarnation: int
     load: float
@@ -56,8 +56,8 @@ def candidates_of(
 def choose(
     candidates: Sequence[Candidate], *, turn: int, num_tokens: int, num_branches: int = 0
 ) -> tuple[Candidate, RouteReason]:
-    """The cheapest of at least one candidate for a prompt of so many tokens. turn: any counter; equals take turns by
-    it. num_branches: see `prefix_index.Match`."""
+    """The cheapest candidate (of at least one) for a prompt of this many tokens. turn: any counter, which breaks ties
+    in rotation. num_branches: see `prefix_index.Match`."""
     if len(candidates) == 1:
         return candidates[0], RouteReason.ONLY
     rotated = [candidates[(turn + offset) % len(candidates)] for offset in range(len(candidates))]

@@ -37,7 +37,7 @@ class RouteReason(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class PoolStats:
-    """Counters since the start of the process; only ever grow."""
+    """Counters since the start of the process; they only grow."""
 
     received_messages: int = 0
     received_bytes: int = 0

@@ -35,14 +35,14 @@ class OutputSink(Protocol):
         """Terminal; reason: a LostReason."""
 
     def on_moved(self, worker_id: str, lost_s: float) -> None:
-        """Another worker goes on with it, or its own after a restart. lost_s: monotonic, since when it had none."""
+        """Another worker continues it, or its own after a restart. lost_s: monotonic, when it lost its worker."""
 
 
 class PromptSink(Protocol):
-    """Receives log-probabilities of a prompt, from its second token on, before the first token of the output."""
+    """Receives the log-probabilities of a prompt from its second token on, before the output's first token."""
 
     def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """For the next positions."""
+        """The next positions."""
 
 
 class EmbeddingSink(OutputSink, Protocol):

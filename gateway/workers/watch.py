@@ -12,7 +12,7 @@ from octavo.wire.host import pid_namespace
 
 
 class ProcessWatch:
-    """pidfds by a caller's key, each on the event loop until it fires or is dropped."""
+    """One pidfd per key of the caller's, on the event loop until it fires or is dropped."""
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
         """on_exit(key): called on the loop, once."""
@@ -21,7 +21,7 @@ class ProcessWatch:
         self._namespace = pid_namespace()
 
     def add(self, key: int, pid: int, namespace: str) -> bool:
-        """Watch a process; whether that is possible (this host and namespace, a running process)."""
+        """Watch a process. Returns whether that is possible (same host and pid namespace, process running)."""
         if not namespace or namespace != self._namespace or not hasattr(os, "pidfd_open") or pid <= 1:
             return False
         try:
@@ -33,7 +33,7 @@ class ProcessWatch:
         return True
 
     def drop(self, key: int) -> None:
-        """Watch no longer. Unknown keys are ignored."""
+        """Stop watching. Unknown keys are ignored."""
         descriptor = self._descriptors.pop(key, None)
         if descriptor is not None:
             asyncio.get_running_loop().remove_reader(descriptor)
