@@ -22,11 +22,12 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class BundleError(ValueError):
-    """A bundle that is not what its digest says, or has files that do not belong into one."""
+    """A bundle that does not match its digest, or contains files that do not belong in one."""
 
 
 def bundle_digest(files: dict[str, bytes]) -> str:
-    """SHA-256 hex over names and contents, in name order; lengths between them, so that no two bundles run together."""
+    """SHA-256 hex over names and contents, in name order; lengths are included, so that different bundles never give
+    the same bytes."""
     digest = hashlib.sha256()
     for name in sorted(files):
         for part in (name.encode(), files[name]):
@@ -36,7 +37,7 @@ def bundle_digest(files: dict[str, bytes]) -> str:
 
 
 def check_bundle(files: dict[str, bytes], digest: str) -> None:
-    """Raises BundleError: an unexpected name (a gateway writes them to files), no files, or the wrong digest."""
+    """Raises BundleError for an unexpected name (gateways write the files to disk), no files, or a wrong digest."""
     strangers = sorted(set(files) - set(BUNDLE_FILES))
     if strangers:
         raise BundleError(f"unexpected file {strangers[0][:80]!r}")
@@ -48,10 +49,10 @@ def check_bundle(files: dict[str, bytes], digest: str) -> None:
 
 
 def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, str]:
-    """Name ("eos_token") -> text, of those that have one, as transformers has them.
+    """Name ("eos_token") -> text, of those that have one, as in transformers.
 
-    config: tokenizer_config.json. tokens_map: special_tokens_map.json, which counts where config lists no
-    added_tokens_decoder, and then first: checkpoints saved before there was one.
+    config: tokenizer_config.json. tokens_map: special_tokens_map.json; used if config lists no added_tokens_decoder,
+    and then it takes precedence: such checkpoints were saved before that field existed.
     """
     of_map = {} if "added_tokens_decoder" in config else tokens_map
     named = {name: of_map.get(name, config.get(name)) for name in SPECIAL_NAMES}
@@ -61,6 +62,6 @@ def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> 
 
 
 def _text(token: object) -> str | None:
-    """A token is its text or, with what else is said of it, an object."""
+    """A token is its text, or an object with the text and further properties."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -17,11 +17,11 @@ _CACHES = ("models--", "datasets--", "spaces--")
 
 
 class FileRefused(ValueError):
-    """A file of a checkpoint leads elsewhere, is none, or is larger than such a file can be; the message names it."""
+    """A checkpoint file that leads out of the folder, is not a regular file, or is too large; the message names it."""
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """The file of this plain name, None where there is none. Raises FileRefused."""
+    """The file of this plain name, or None. Raises FileRefused."""
     path = folder / name
     if os.path.basename(name) != name or name in ("", ".", ".."):
         raise FileRefused(f"{name!r} is not the plain name of a file in {folder}")
@@ -39,14 +39,14 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def check_files(folder: Path, *, suffixes: tuple[str, ...]) -> None:
-    """Look at every file with one of these endings. Raises FileRefused naming the first that leads elsewhere."""
+    """Check every file with one of these endings. Raises FileRefused naming the first that leads elsewhere."""
     for name in sorted(os.listdir(folder)):
         if name.endswith(suffixes):
             find_file(folder, name)
 
 
 def read_small_file(path: Path, *, most_bytes: int) -> bytes:
-    """The content. Raises FileRefused where it is larger, OSError."""
+    """The content. Raises FileRefused if it is larger than most_bytes, OSError."""
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -55,7 +55,7 @@ def read_small_file(path: Path, *, most_bytes: int) -> bytes:
 
 
 def _roots(folder: Path) -> tuple[Path, ...]:
-    """Where the files of this folder may be."""
+    """Folders in which this folder's files may be."""
     real = folder.resolve()
     repository = real.parent.parent
     if real.parent.name == "snapshots" and repository.name.startswith(_CACHES):

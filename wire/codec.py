@@ -34,7 +34,7 @@ class ProtocolError(Exception):
 
 
 class MessageTooLarge(ProtocolError):
-    """A message of ours that no peer would take; a caller's mistake, raised before anything is sent."""
+    """Our own message is too large for any peer: a caller's mistake, raised before anything is sent."""
 
 
 def encode(message: Message) -> bytes:
@@ -85,7 +85,7 @@ def _decode(decoder: "msgspec.msgpack.Decoder[MessageT]", frame: bytes, *, limit
 
 
 def _check_arrays(message: object) -> None:
-    """Packed arrays hold whole elements, and parallel arrays are equally long."""
+    """Packed arrays must hold whole elements, and parallel arrays must have equal lengths."""
     if isinstance(message, StepOutput):
         num_rows, rest = divmod(len(message.handles), HANDLE_BYTES)
         if rest or len(message.tokens) != num_rows * TOKEN_BYTES:

@@ -12,7 +12,7 @@ from octavo.wire.options import ZAP_DOMAIN, new_dealer
 
 
 class AllowList:
-    """Client keys that may connect; the callback of pyzmq for each handshake."""
+    """Client keys that may connect; pyzmq calls back for each handshake."""
 
     def __init__(self, public_keys: Iterable[bytes]) -> None:
         self._keys = frozenset(public_keys)
@@ -26,7 +26,7 @@ class AllowList:
 
 
 class CurveGuard:
-    """Answers ZeroMQ's authentication requests of one context, in a thread of its own, until closed."""
+    """Answers ZeroMQ's authentication requests for one context, in its own thread, until closed."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allowed_keys: Iterable[bytes]) -> None:
         self.allow_list = AllowList(allowed_keys)
@@ -67,7 +67,7 @@ class CurveKeys:
 def new_gateway_dealer(
     context: "zmq.Context[zmq.Socket[bytes]]", address: str, curve: CurveKeys | None
 ) -> "zmq.Socket[bytes]":
-    """A DEALER for one address; CURVE is for tcp, the run directory's permissions are for ipc."""
+    """A DEALER for one address. CURVE is only used on tcp; ipc is protected by the run directory's permissions."""
     socket = new_dealer(context)
     if curve is not None and parse_endpoint(address).transport is Transport.TCP:
         secure_client(socket, curve.own, curve.gateway_public)

@@ -63,8 +63,8 @@ def require_proof(endpoint: Endpoint, *, has_key: bool, has_token: bool) -> None
 
 
 class EndpointsFile:
-    """A file with an address on each line, which somebody else may change at any time; empty lines and those that
-    begin with # are none. What cannot be used changes nothing: an empty file may be one that is being written."""
+    """A file with one address per line, which may change at any time; empty lines and lines that begin with # are
+    ignored. An unusable file changes nothing: if empty, it may just be being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,9 +72,9 @@ class EndpointsFile:
         self._told: tuple[tuple[int, ...], str] | None = None
 
     def changed(self) -> tuple[str, ...] | None:
-        """All of its addresses, once after each change of the file, the first time too; else None. Raises
-        EndpointError, once after each change, where it cannot be used. One that cannot be read is tried at each look:
-        rights to read it change nothing in it."""
+        """All addresses, once after each change of the file (and the first time); otherwise None. Raises EndpointError,
+        once after each change, if the file is unusable. An unreadable file is tried every time: a change of its
+        permissions does not show as a change of the file."""
         stamp: tuple[int, ...] = ()
         try:
             info = os.stat(self.path)
@@ -119,7 +119,7 @@ def _parse_tcp(address: str) -> Endpoint:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an address of IPv4 or IPv6, and no name."""
+    """Whether it is an IPv4 or IPv6 address rather than a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -128,7 +128,7 @@ def is_address(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for all addresses of a host: to bind, never to dial."""
+    """Whether it stands for all addresses of a host: good for binding, never for dialling."""
     return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified
 
 

@@ -1,5 +1,5 @@
-"""A process and its host: whether two processes share a host, how many descriptors and cores one may have, how its
-threads wait, and when it ends: with which other process, or where it stands still."""
+"""A process and its host: whether two processes share one, limits on descriptors, threads and cores, how threads wait,
+and guards that end the process with its parent or when it stalls."""
 
 import ctypes
 import faulthandler
@@ -27,7 +27,7 @@ MAX_DESCRIPTORS = 65_536  # more than a process of ours can use; a table for mil
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files as its hard limit allows; how many those are."""
+    """Let this process open as many files as its hard limit allows. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -54,9 +54,8 @@ done.set()
 
 
 def threads_to_be_had(wanted: int) -> int:
-    """How many more threads, at most so many, can be started now. Processes of the same user, or of the same container,
-    count against the same limit. Asked in a process that ends: the C library gives up nothing of the address space that
-    threads once had."""
+    """How many more threads can be started now, up to `wanted`. Processes of the same user or container count against
+    the same limit. Tried in a child process, because the C library never returns the address space of threads."""
     command = [sys.executable, "-I", "-S", "-c", _COUNT_THREADS, str(wanted), str(_PROBE_STACK_BYTES)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
@@ -71,7 +70,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroups: Path = _CGROUPS) -> int:
-    """Cores that this process may run on at once: those of its affinity, or what the container's quota leaves."""
+    """Cores that this process may use at once: its CPU affinity, or the container's quota if that is lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         try:
@@ -85,20 +84,22 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
 
 
 def let_threads_sleep() -> None:
-    """OpenMP's threads sleep while they wait, unless the environment says otherwise; before torch loads them. Where
-    others use the cores, threads that spin take many times as long: each waits for one that does not run."""
+    """Make OpenMP's threads sleep while they wait, unless the environment says otherwise; call before torch is
+    imported. Where others use the cores too, spinning threads take many times as long: each waits for one that is not
+    running."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those that ask a process to end: SIGTERM, Ctrl-C, and SIGHUP of a closed terminal unless nohup ignores it."""
+    """Signals that ask a process to end: SIGTERM, Ctrl-C, and SIGHUP of a closed terminal unless nohup ignores it."""
     has_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if has_hangup else ()))
 
 
 def arm_stall_guard(limit_s: float) -> bool:
-    """Unless it is called again in so many seconds, the process ends with 1, all stacks on stderr: by a thread of C,
-    even while another thread keeps the interpreter's lock. False where no thread is to be had; each call takes one."""
+    """Unless called again within limit_s, the process exits with status 1 and prints all stacks to stderr. A C thread
+    does this, even while another thread holds the interpreter lock. False if no thread could be started; each call
+    starts one."""
     try:
         faulthandler.dump_traceback_later(limit_s, exit=True)
     except RuntimeError:
@@ -107,13 +108,13 @@ def arm_stall_guard(limit_s: float) -> bool:
 
 
 def disarm_stall_guard() -> None:
-    """The process lives on. Idempotent."""
+    """Cancel the guard. Idempotent."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL for this process when the one that started it ends, by whatever means. Linux only (prctl
-    PR_SET_PDEATHSIG); elsewhere it does nothing."""
+    """SIGKILL this process when its parent ends, however that happens. Linux only (prctl PR_SET_PDEATHSIG); elsewhere a
+    no-op."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

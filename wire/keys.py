@@ -36,7 +36,7 @@ class KeyPair:
 
 
 def generate_keys() -> KeyPair:
-    """A new random pair. Raises KeyFileError where ZeroMQ was built without CURVE."""
+    """A new random pair. Raises KeyFileError if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise KeyFileError("this ZeroMQ was built without CURVE: install pyzmq from its wheels")
     public, secret = zmq.curve_keypair()
@@ -44,8 +44,8 @@ def generate_keys() -> KeyPair:
 
 
 def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
-    """Write ``name.key`` (0600) and ``name.pub``; never over existing files. Returns both paths.
-    Raises KeyFileError, also for a name that is none of a file."""
+    """Write ``name.key`` (0600) and ``name.pub``, never over existing files. Returns both paths. Raises KeyFileError,
+    also for a name that is not a file name."""
     if not name or Path(name).name != name:
         raise KeyFileError(f"{name!r} is no name of a file in {folder}")
     secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
@@ -72,10 +72,10 @@ def load_keys(path: Path) -> KeyPair:
 
 
 def is_open_to_others(info: os.stat_result, *, closed_to: int = 0o077) -> bool:
-    """Whether a file with a secret may be used by more than its user. closed_to: mode bits that must be 0.
+    """Whether others than its user may use a file with a secret. closed_to: mode bits that must be 0.
 
-    A file that root gave to our group may be read by that group: orchestrators mount secrets so (PostgreSQL's rule for
-    its server key).
+    A file that root gave to our group may be readable by that group: orchestrators mount secrets this way (PostgreSQL
+    has the same rule for its server key).
     """
     if info.st_uid == 0 != os.geteuid():
         closed_to &= ~stat.S_IRGRP
@@ -89,7 +89,7 @@ def load_public_key(path: Path) -> bytes:
 
 
 def _belong_together(keys: KeyPair) -> bool:
-    """Peers of a pair that is none would be refused without a word."""
+    """Whether the two keys are a pair: peers would silently refuse a mismatched one."""
     try:
         return not zmq.has("curve") or zmq.curve_public(keys.secret) == keys.public
     except zmq.ZMQError:  # groups of characters beyond 32 bits

@@ -17,14 +17,14 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 def write_line(stream: TextIO, line: str) -> None:
-    """At once. Never raises: what a full disk or a reader that went away does not take is lost, and ends no process."""
+    """Write at once. Never raises: lines that a full disk or a closed pipe does not take are lost."""
     with suppress(OSError, ValueError):
         stream.write(line + "\n")
         stream.flush()
 
 
 class _StderrLogger:
-    """Writes to stderr as it is at that moment: tests put another in its place."""
+    """Writes to sys.stderr as it is at that moment, because tests replace it."""
 
     def msg(self, line: str) -> None:
         """Never raises."""
@@ -34,8 +34,8 @@ class _StderrLogger:
 
 
 def configure_logs(log_format: str, log_level: str, logger_factory: Callable[..., Any] | None = None) -> None:
-    """For the whole process. log_format: one of LOG_FORMATS; "auto" looks whether stderr is a terminal.
-    logger_factory: makes what writes the lines; None: to stderr, at once. Raises ValueError."""
+    """For the whole process. log_format: one of LOG_FORMATS; "auto" depends on whether stderr is a terminal.
+    logger_factory: makes what writes the lines; None: straight to stderr. Raises ValueError."""
     if log_format not in LOG_FORMATS or log_level not in _LEVELS:
         raise ValueError(f"unknown log format {log_format!r} or level {log_level!r}")
     if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
@@ -57,6 +57,6 @@ def configure_logs(log_format: str, log_level: str, logger_factory: Callable[...
 
 
 def _shows_colours() -> bool:
-    """Whether stderr is a terminal that has colours, and whose user wants some (https://no-color.org)."""
+    """Whether stderr is a terminal with colours, and its user wants them (https://no-color.org)."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     return sys.stderr.isatty() and not is_plain

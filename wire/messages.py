@@ -1,6 +1,6 @@
 """The messages between gateway and worker, grouped by receiver (between gateways: `wire.peer_messages`).
 
-Plain msgspec structs: no sockets, no text of prompts, and of behaviour only what both sides must do alike. Arrays
+Plain msgspec structs: no sockets, no text of prompts, and no behaviour but what both sides must share. Arrays
 travel as little-endian bytes (``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
 
 A **handle** names one output stream: an integer that the gateway chooses, never reused by that
@@ -28,7 +28,7 @@ class WireFinishReason(IntEnum):
 
 
 class OutputPhase(IntEnum):
-    """What an output does at its worker."""
+    """What an output is doing at its worker."""
 
     QUEUED = 1
     PREFILL = 2
@@ -45,7 +45,7 @@ class KvEventKind(IntEnum):
 
 
 class KvTier(IntEnum):
-    """Which memory of the worker a block is in."""
+    """Which of the worker's memories a block is in."""
 
     DEVICE = 1
     HOST = 2
@@ -70,27 +70,27 @@ class GrammarKind(IntEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an output must look like."""
+    """What an output must match."""
 
     kind: GrammarKind
     source: str = ""
-    format_as_annotation: bool = False  # of JSON schemas and tools: unknown formats are ignored
+    format_as_annotation: bool = False  # for JSON schemas and tools: ignore unknown formats
 
 
 class Pooling(IntEnum):
-    """What of the last hidden state becomes an embedding."""
+    """How the last hidden states become an embedding."""
 
     LAST_TOKEN = 1
     MEAN = 2
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one output's tokens are chosen and when it stops by token; checked by the gateway, complete (no defaults
-    of the model left to fill in). Numbers that the sampler reads: `model.sampling.params.COLUMNS`.
+    """How one output's tokens are chosen, and which tokens end it. Checked by the gateway, and complete: no defaults of
+    the model are left to fill in. Numbers that the sampler reads: `model.sampling.params.COLUMNS`.
 
-    seed: one gives the same tokens whatever else is in the batch. repetition_penalty: over prompt and output; presence
-    and frequency over the output only. min_tokens: while fewer are out, no end token and none of stop_token_ids is
-    sampled.
+    seed: the same seed gives the same tokens, whatever else is in the batch. repetition_penalty: over prompt and
+    output; presence and frequency over the output only. min_tokens: until that many are out, neither end tokens nor
+    stop_token_ids are sampled.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -116,19 +116,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def seed_of_output(seed: int, index: int) -> int:
-    """uint64: what output number ``index`` of a request with this seed draws with."""
+    """uint64: the seed of output number ``index`` of a request with this seed."""
     return (seed + index) % (1 << 64)
 
 
 def sampling_of_output(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Of output number ``index``, at least 1, of a request with these parameters: it draws with a seed of its own, and
-    output 0 alone has the prompt's log-probabilities."""
+    """The parameters of output number ``index``, at least 1: it has its own seed, and only output 0 has the prompt's
+    log-probabilities."""
     seed = seed_of_output(sampling.seed, index)
     return msgspec.structs.replace(sampling, seed=seed, num_prompt_logprobs=None)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a gateway must know of a worker's model."""
+    """What gateways need to know of a worker's model."""
 
     name: str
     fingerprint: str
@@ -173,19 +173,19 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
-    swaps: int = 0  # of them, those where the blocks went to the host's memory and came back
+    swaps: int = 0  # those of them where the blocks were copied to host memory and back
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     inter_token_p50_s: float = 0.0
     inter_token_p99_s: float = 0.0
     block_seconds: float = 0.0
-    preempted: tuple[tuple[float, float], ...] = ()  # from and to, since it came; where its Run is traced, 64 at most
+    preempted: tuple[tuple[float, float], ...] = ()  # (from, to) since arrival; only if its Run is traced, at most 64
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A change of the prefix cache. STORED carries the block's tokens, so that a router can match prompts without
-    knowing how the worker hashes. STORED for a block that is known already: it is on another tier now."""
+    """A change of the prefix cache. STORED carries the block's tokens, so that routers can match prompts without
+    knowing how the worker hashes. STORED for a known block means that it is on another tier now."""
 
     kind: KvEventKind
     block_hash: bytes = b""
@@ -219,8 +219,8 @@ class TokenizerBundle(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every heartbeat interval, and from a thread of its own: it shows whether steps advance, not only that the
-    process exists."""
+    """Sent every heartbeat interval by a thread of its own. It shows whether steps advance, not just that the process
+    exists."""
 
     epoch: str
     num_steps: Total
@@ -230,21 +230,21 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_free_blocks: Count = 0
     num_cached_blocks: Count = 0
     is_draining: bool = False
-    num_paused: Count = 0  # in no step, and none is due: their gateways asked for it, or they wait for grammars
+    num_paused: Count = 0  # in no step: paused by their gateways, or waiting for grammars
     num_prefill_tokens: Total = 0  # since the start, as all below
     num_generated_tokens: Total = 0
     num_preemptions: Total = 0
 
 
 class StepOutput(Message, frozen=True, kw_only=True):
-    """What one engine step gave to one gateway."""
+    """What one engine step produced for one gateway."""
 
     epoch: str
     seq: int  # 1, 2, 3 … per gateway and epoch: a gap means a lost message
     step: int
     handles: bytes = b""  # int64[N], one per new token
     tokens: bytes = b""  # int32[N]
-    logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, for those who asked, one per token
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, one per token, for requests that asked
     started: tuple[int, ...] = ()  # handles scheduled for the first time
     finished: tuple[Finished, ...] = ()  # after the tokens above
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, from the second token of the prompt on
@@ -259,7 +259,7 @@ class KvEvents(Message, frozen=True, kw_only=True):
 
 
 class HostBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A worker's second tier. Blocks that are none of these kinds are on their way between the tiers."""
+    """A worker's second tier. Blocks not counted here are being copied between the tiers."""
 
     num_blocks: int
     num_free: int = 0
@@ -270,7 +270,7 @@ class HostBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class AdminReply(Message, frozen=True, kw_only=True):
-    """Answer to an AdminQuery. The arrays are empty unless they were asked for."""
+    """Answer to an AdminQuery. Arrays are empty unless asked for."""
 
     epoch: str
     query_id: int
@@ -290,7 +290,7 @@ class AdminReply(Message, frozen=True, kw_only=True):
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """The worker ends now (drained or stopped); everything that it still held is lost."""
+    """The worker exits now (drained or stopped); everything it still held is lost."""
 
     epoch: str
     reason: str = ""
@@ -323,12 +323,12 @@ class NeedTokenizer(Message, frozen=True, kw_only=True):
 class Run(Message, frozen=True, kw_only=True):
     """Generate one output, or several from one prompt, or turn the prompt into a vector.
 
-    fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks. pooling: nothing
-    is sampled, the prompt's embedding is sent; sampling means nothing then. num_resumed_tokens: the last so many of
-    prompt_ids are output that a worker gave before it was lost: they count as output, and more follows them.
-    tenant: a label of the gateway's making, not the tenant's name; requests with the same one share one place in the
-    worker's fair queue. weight: of that tenant's share, 1 to 1000. traceparent: of the span that the request belongs to
-    (W3C Trace Context); empty without traces.
+    fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks.
+    pooling: set: nothing is sampled, the prompt's embedding is sent; sampling is then meaningless.
+    num_resumed_tokens: this many last prompt_ids were generated by a worker that was lost; they count as output.
+    tenant: an opaque label; requests with the same one share one place in the worker's fair queue.
+    weight: of that tenant's share, 1 to 1000.
+    traceparent: of the span that the request belongs to (W3C Trace Context); empty without traces.
     """
 
     handle: int
@@ -353,21 +353,21 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Pause(Message, frozen=True, kw_only=True):
-    """Take these outputs out of the steps: their readers are behind. Tokens of steps in flight still come. Unknown and
-    finished handles are ignored, and those that are paused already."""
+    """Leave these outputs out of steps: their readers are behind. Tokens of steps in flight still come. Unknown,
+    finished and paused handles are ignored."""
 
     handles: tuple[int, ...]
 
 
 class Resume(Message, frozen=True, kw_only=True):
-    """Continue these outputs where they were. Unknown, finished and running handles are ignored."""
+    """Continue these outputs. Unknown, finished and running handles are ignored."""
 
     handles: tuple[int, ...]
 
 
 class AdminQuery(Message, frozen=True, kw_only=True):
-    """Ask for block counts, with an audit or a flush of the prefix cache, a map of the blocks, or the gateway's own
-    outputs."""
+    """Ask for block counts, and optionally an audit, a flush of the prefix cache, a map of the blocks, or the gateway's
+    own outputs."""
 
     query_id: int
     audit: bool = False
@@ -377,7 +377,7 @@ class AdminQuery(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Take no new request, finish what runs, then leave."""
+    """Take no new requests, finish the running ones, then leave."""
 
     grace_s: float
 

@@ -21,7 +21,7 @@ ZAP_DOMAIN = b"octavo"
 def new_router(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
     """The gateway's socket. Sends raise zmq.Again (queue full) or ZMQError EHOSTUNREACH (peer gone).
 
-    Peers get ids drawn by the socket: a peer that claims another's id is refused by ZeroMQ.
+    The socket draws the ids of its peers: ZeroMQ refuses a peer that claims another's id.
     """
     socket = context.socket(zmq.ROUTER)
     _set_common(socket)

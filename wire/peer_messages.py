@@ -13,21 +13,21 @@ class PeerAbort(Message, frozen=True, kw_only=True):
 
 
 class PeerCancel(Message, frozen=True, kw_only=True):
-    """End the requests of these keys, as their caller asked. A key is tenant and id in one (`Caller.key_of`)."""
+    """End the requests with these keys, as their caller asked. A key combines tenant and id (`Caller.key_of`)."""
 
     call_id: int
     keys: tuple[str, ...]
 
 
 class PeerCancelAll(Message, frozen=True, kw_only=True):
-    """End all requests of one tenant, as it asked. tenant None: of all callers, where these are not identified."""
+    """End all requests of one tenant, as it asked. tenant None: of all callers, if callers are not identified."""
 
     call_id: int
     tenant: str | None = None
 
 
 class PeerDrain(Message, frozen=True, kw_only=True):
-    """Take no new request, finish the others, then stop. grace_s None: the receiver's own."""
+    """Take no new requests, finish the others, then stop. grace_s None: the receiver's default."""
 
     call_id: int
     grace_s: float | None = None
@@ -40,16 +40,16 @@ class PeerAskLoad(Message, frozen=True, kw_only=True):
 
 
 class PeerWatch(Message, frozen=True, kw_only=True):
-    """Say what your requests are doing, and list the oldest of them, so many at most."""
+    """Describe your requests, and list up to max_requests of the oldest."""
 
     call_id: int
     max_requests: int = 0
 
 
 class TenantUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one tenant uses of its limits at one gateway: outputs in flight and of these not begun, tokens reserved less
-    those given back, the same number when its bucket was full for the last time, and what its bucket lacks of being
-    full by all that the gateway knows."""
+    """One tenant's use of its limits at one gateway. num_in_flight: outputs; num_queued of these are not begun.
+    num_spent: tokens reserved less those given back; num_spent_before: the same when its bucket was last full.
+    num_lacking: tokens missing from the bucket, as far as the gateway knows."""
 
     name: str
     num_in_flight: int = 0
@@ -62,12 +62,14 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
 
 class PeerUse(Message, frozen=True, kw_only=True):
-    """Tell what is used here of limits that all gateways share. Answered where call_id is not 0.
+    """A report of what is used here of limits that all gateways share. Answered if call_id is not 0.
 
-    gateway_id: new at each start of a gateway. name, release, models: for people; models: those that it expects.
-    number: grows from message to message. num_outputs: in flight. tenants: all that use anything in a sweep (one of its
-    parts, where it has several), else those whose use has changed. is_leaving: nothing is in flight any more, and
-    nothing follows."""
+    gateway_id: new at each start of a gateway. name, release: for people. models: those that it expects.
+    number: grows from message to message.
+    num_outputs: in flight.
+    tenants: in a sweep, all that use anything (or some of them, if it is sent in parts); else those that changed.
+    is_leaving: nothing is in flight here, and nothing follows.
+    """
 
     call_id: int
     gateway_id: str
@@ -82,8 +84,8 @@ class PeerUse(Message, frozen=True, kw_only=True):
 
 
 class LoadPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Requests of one model, or of one tenant, at one gateway: how they stand, and what was counted in the last
-    `GatewayPart.window_s` seconds. Counts by bucket are those of `gateway.observability.meters`."""
+    """Requests of one model or tenant at one gateway: their states, and what was counted in the last
+    `GatewayPart.window_s` seconds. Histograms have the buckets of `gateway.observability.meters`."""
 
     name: str
     num_in_flight: int = 0
@@ -100,7 +102,7 @@ class LoadPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
 
 class RequestPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request in flight. phase: of octavo.v1.RequestPhase. num_blocks None: its worker has not said."""
+    """One request in flight. phase: an octavo.v1.RequestPhase. num_blocks None: its worker has not reported it."""
 
     request_id: str
     phase: int
@@ -115,7 +117,7 @@ class RequestPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class GatewayPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one gateway knows of the load. total: of all requests; its counts are left to the models."""
+    """What one gateway knows of the load. total: of all requests, without counts, which are in the models' parts."""
 
     window_s: float
     total: LoadPart
@@ -125,8 +127,8 @@ class GatewayPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class PeerReply(Message, frozen=True, kw_only=True):
-    """Answer to each of these, after what was asked has been done. gateway_id: new at each start of a gateway. part:
-    where a PeerWatch asked for it."""
+    """Answer to each of these, once it was carried out. gateway_id: new at each start of a gateway. part: for a
+    PeerWatch."""
 
     call_id: int
     gateway_id: str

@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
-    """The content, and what the system says of the very file that was read; links are followed.
+    """(content, stat of the very file that was read). Links are followed.
 
-    Raises OSError, also where the path leads to something else than a file: who reads a pipe waits for its writer, and
-    devices have no end.
+    Raises OSError, also if the path is not a regular file: reading a pipe would wait for its writer, and devices never
+    end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else even opening a pipe waits
     try:

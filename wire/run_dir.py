@@ -1,5 +1,4 @@
-"""The run directory that holds ipc sockets: 0700 and ours, or nothing starts. And folders that last as long as the
-process that made them, or until the next one makes one of its own.
+"""The run directory for ipc sockets, which must be ours and 0700; and temporary folders that go with their process.
 
 File permissions are the only thing that keeps other users of the host from an ipc socket.
 """
@@ -61,9 +60,9 @@ def check_run_dir(folder: Path) -> None:
 
 @contextmanager
 def temporary_folder(prefix: str, *, within: Path | None = None) -> Iterator[Path]:
-    """A new folder that only we may enter, removed at the end. One whose process was killed has it left behind: such
-    folders of ours with the same prefix are removed first. within: where; unset: where temporary files are. Raises
-    OSError."""
+    """A new folder only for this user, removed at the end. If a process was killed, its folder stays behind; such
+    folders of ours with the same prefix are removed first. within: where; None: the system's folder for temporary
+    files. Raises OSError."""
     place = within or Path(tempfile.gettempdir())
     _remove_abandoned(place, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
@@ -79,8 +78,8 @@ def temporary_folder(prefix: str, *, within: Path | None = None) -> Iterator[Pat
 
 @contextmanager
 def folder_of_sockets(prefix: str) -> Iterator[Path]:
-    """A `temporary_folder` whose path, and that of a folder `run` in it, leaves room for the names of sockets: where
-    temporary files are ($TMPDIR), else in the run directory of this user. Raises OSError, RunDirError."""
+    """A `temporary_folder` whose path, even with `run` appended, is short enough for sockets: in $TMPDIR if possible,
+    else in this user's run directory. Raises OSError, RunDirError."""
     longest = Path(tempfile.gettempdir()) / f"{prefix}12345678" / "run"  # as mkdtemp names them
     in_place = len(os.fsencode(longest)) <= MAX_RUN_DIR_BYTES
     with temporary_folder(prefix, within=None if in_place else ensure_run_dir(default_run_dir())) as folder:
@@ -89,8 +88,8 @@ def folder_of_sockets(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def held_run_dir(folder: Path) -> Iterator[None]:
-    """Keeps a run directory for this process: another one would take the names of its sockets and files. Raises
-    RunDirError where somebody keeps it."""
+    """Hold a run directory exclusively: another process would take the names of its sockets and files. Raises
+    RunDirError if it is held already."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # some file systems lock no folders
@@ -104,7 +103,7 @@ def held_run_dir(folder: Path) -> Iterator[None]:
 
 
 def check_room_for_sockets(folder: Path) -> None:
-    """Raises RunDirError where the system could not bind sockets in the folder, since their paths are too long."""
+    """Raises RunDirError if sockets in this folder would have paths that are too long to bind."""
     if (length := len(os.fsencode(folder))) > MAX_RUN_DIR_BYTES:
         raise RunDirError(
             f"the path of run directory {folder} has {length} bytes, of which {MAX_RUN_DIR_BYTES} leave room for the "
@@ -125,7 +124,8 @@ def _remove_abandoned(place: Path, prefix: str) -> None:
 
 
 def clear_stale_socket(path: Path) -> None:
-    """Unlink the socket of a process that has ended. Raises RunDirError where one listens, or where it is no socket."""
+    """Unlink the socket of a process that has ended. Raises RunDirError if a process listens on it, or it is not a
+    socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """The HTTP end of a process's metrics: one thread, with a bound on what scrapers may cost the process.
 
-A page is made after the scrape that it answers came, and answers all that came meanwhile. The thread rests nine times
-as long as it worked since the last page, a tenth of a second at most: so a flood of scrapes waits for its own pages,
-and takes neither the interpreter lock nor a core from requests. Above a bound of connections the one that has waited
-longest for its scraper, to ask or to read, is closed for the next; where all have asked, the next gets a 503. Must not
+A page is rendered after the scrape that asked for it, and answers all scrapes that came meanwhile. After a page the
+thread rests nine times as long as it worked, a tenth of a second at most: a flood of scrapes waits for its own pages
+and takes neither the interpreter lock nor a core from requests. At the limit of connections, the one that has waited
+longest for its scraper (to ask or to read) is closed for the next; if all have asked, the next gets a 503. Must not
 know what is on a page, nor how it is made.
 """
 
@@ -35,7 +35,7 @@ REFUSED_READ_S = 0.1  # a request that is not read would reset the connection be
 
 
 class PageFormat(Enum):
-    """Value: its Content-Type."""
+    """The value is its Content-Type."""
 
     TEXT = "text/plain; version=0.0.4; charset=utf-8"
     OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -48,13 +48,13 @@ _MAKERS: dict[PageFormat, Callable[[CollectorRegistry], bytes]] = {
 
 
 def pages_of(registry: CollectorRegistry) -> Callable[[PageFormat], bytes]:
-    """What `ScrapeServer` renders of a registry."""
+    """A `render` for `ScrapeServer` that exposes a registry."""
     return lambda page_format: _MAKERS[page_format](registry)
 
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """What a scraper accepts: the pages that differ."""
+    """What a scraper accepts, as far as pages differ by it."""
 
     format: PageFormat
     is_gzipped: bool
@@ -62,7 +62,7 @@ class _Accepted:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """headers: beside Content-Length and Connection. is_head_only: the body is counted and not sent."""
+    """headers: besides Content-Length and Connection. is_head_only: the body is counted but not sent."""
 
     status: int
     body: bytes
@@ -71,17 +71,20 @@ class _Answer:
 
 
 class _NoPage(Exception):
-    """The page could not be made."""
+    """The page could not be rendered."""
 
 
 class _Left(Exception):
-    """The scraper left before it had asked."""
+    """The scraper left before it sent a request."""
 
 
 class ScrapeServer:
-    """Owns the listening socket and its thread. render: called in that thread, one at a time. why_not_ready: called
-    there for GET /ready; None where the process is ready, else what it waits for. max_connections: half as many again
-    may be open for a moment; None: an eighth of the limit of descriptors at most."""
+    """Owns the listening socket and its thread.
+
+    render: called in that thread, one at a time.
+    why_not_ready: called there for GET /ready; None: ready, else what the process waits for.
+    max_connections: half as many again may be open for a moment; None: at most an eighth of the descriptor limit.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class ScrapeServer:
         why_not_ready: Callable[[], str | None] | None = None,
         max_connections: int | None = None,
     ) -> None:
-        """Listens at once; port 0 draws one. Raises OSError where the address is taken."""
+        """Listens at once; port 0 picks a free one. Raises OSError if the address is taken."""
         self._render = render
         self._why_not_ready = why_not_ready
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -111,7 +114,7 @@ class ScrapeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; what is being answered is cut off. Idempotent."""
+        """Stop listening; answers in progress are cut off. Idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it ended just now
                 self._loop.call_soon_threadsafe(self._over.set)
@@ -165,7 +168,7 @@ class ScrapeServer:
 
     @contextlib.contextmanager
     def _idling(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """While the connection waits for its scraper."""
+        """Mark the connection as waiting for its scraper during the block."""
         self._idle[limit] = None
         try:
             yield
@@ -173,7 +176,7 @@ class ScrapeServer:
             self._idle.pop(limit, None)
 
     def _make_room(self) -> bool:
-        """End the connection that has waited longest for its scraper; whether there is one."""
+        """End the connection that has waited longest for its scraper. Returns whether there was one."""
         longest = next((limit for limit in self._idle if not limit.expired()), None)
         if longest is None:
             return False
@@ -198,7 +201,7 @@ class ScrapeServer:
             return _Answer(500, b"no page; see the log\n", is_head_only=request.method == b"HEAD")
 
     async def _page(self, accepted: _Accepted) -> bytes:
-        """One that is not made yet; all that ask before it is made share it."""
+        """A page rendered after this call; all calls made before it is rendered share it."""
         page = self._pending.get(accepted)
         if page is None:
             page = self._pending[accepted] = self._loop.create_future()
@@ -221,13 +224,13 @@ class ScrapeServer:
 
 
 def _default_connections() -> int:
-    """An eighth of the descriptors at most: others need theirs."""
+    """At most an eighth of the descriptors, because other things need them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 8))
 
 
 async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
-    """What is asked, without its body. Raises h11.RemoteProtocolError, _Left."""
+    """The request, without its body. Raises h11.RemoteProtocolError, _Left."""
     while not isinstance(event := connection.next_event(), h11.Request):
         if event is not h11.NEED_DATA:
             raise _Left
@@ -245,7 +248,7 @@ def _accepted(request: h11.Request) -> _Accepted:
 
 
 def _packed(connection: h11.Connection, answer: _Answer) -> bytes:
-    """The bytes of an answer after which the connection ends."""
+    """The bytes of an answer that closes the connection."""
     headers = [*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close")]
     head = connection.send(h11.Response(status_code=answer.status, headers=headers)) or b""
     return head if answer.is_head_only else head + (connection.send(h11.Data(data=answer.body)) or b"")

@@ -31,7 +31,7 @@ class PrefixCacheMode(Enum):
 
 
 class CheckNumerics(Enum):
-    """Whether every activation is looked at, and the first bad layer reported."""
+    """Whether every activation is checked and the first bad layer reported."""
 
     ON = "on"
     OFF = "off"
@@ -58,19 +58,18 @@ class SchedulerConfig:
 
     max_num_seqs: requests running at once, also the number of slots.
     max_waiting: requests queued besides; more are refused with QUEUE_FULL.
-    max_batch_tokens: token budget of a step; at least max_num_seqs, so that prefill always gets on.
+    max_batch_tokens: token budget of a step; at least max_num_seqs, so that prefill always makes progress.
     max_chunk_tokens: of one request in one step; None: the whole budget.
-    max_chunks: prompts that one step goes on with; None: as many as there are. A GPU's recorded steps have room for so
-        many, and one of more is launched kernel by kernel.
+    max_chunks: prompts that one step may continue; None: any number. A GPU's recorded steps have room for this many;
+      a step with more is launched kernel by kernel.
     max_model_len: prompt and output together.
     vocab_size: ids are below this.
-    max_gap_s, max_gap_steps: of a step with prompts beside outputs that decode (scheduler/costs.py, `StepPace`); None:
-        as long as it takes.
-    attended_share: of what a prompt's token costs, at least, for each that it attends to; by the model's shape.
-    max_in_flight: plans outstanding at once (what the runner bears).
-    aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
-    preempt_every_steps: for tests: every so many steps a request is preempted without need; None: never.
-    copy_s_per_block: what copying a block to the host or back takes, as the runner has measured it; None: not known.
+    max_gap_s, max_gap_steps: bound on steps that mix prompts with decodes (scheduler/costs.py, `StepPace`); None: none.
+    attended_share: cost of attending to one earlier token, relative to a prompt token; from the model's shape.
+    max_in_flight: plans outstanding at once (as many as the runner supports).
+    aging_s: a request that has waited this long in total goes first and is never preempted for younger ones.
+    preempt_every_steps: for tests: preempt a request without need every so many steps; None: never.
+    copy_s_per_block: measured time to copy one block to the host or back; None: unknown.
     """
 
     max_model_len: int
@@ -117,8 +116,8 @@ class CurveConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
-    """How constraints on outputs are compiled. timeout_s: from a request's arrival; the queue of the threads is in it.
-    cache_bytes: estimated."""
+    """How constraints on outputs are compiled. timeout_s: from a request's arrival, queueing for a thread included.
+    cache_bytes: estimated size."""
 
     limits: GrammarLimits = field(default_factory=GrammarLimits)
     timeout_s: float = 10.0
@@ -131,29 +130,24 @@ class GrammarConfig:
 class WorkerConfig:
     """Everything that `worker.main.main` needs to start one worker process.
 
-    model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: from ``model``.
+    model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: derived from ``model``.
     gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",). gateway_endpoints_file: lists more, and
-        is read again when it changes.
-    num_blocks None: sized from free memory, ``memory_fraction`` of it. host_kv_gib: memory of the host for blocks;
-    None: a
-        share of what is free where a GPU serves. max_model_len None: the model's own.
-    load_format: whether weights are read from the checkpoint's files. attention_backend None: the best one for the
-        device.
-    quantization: "int8" rounds the weights to integers with a scale per output and, on a CPU, what they are multiplied
-        with; "int8-weights" the weights alone; "fp8" rounds them to e4m3 (GPUs only); None: as they are in the
-        checkpoint.
+      is read again when it changes.
+    num_blocks None: sized from free memory, ``memory_fraction`` of it.
+    host_kv_gib: host memory for blocks; None: on a GPU, a share of what is free. max_model_len None: the model's own.
+    load_format: whether weights are read from files. attention_backend None: the best one for the device.
+    quantization: "int8" rounds weights to integers with a scale per output and, on a CPU, the inputs of products too;
+      "int8-weights" only the weights; "fp8" to e4m3 (GPUs only); None: as in the checkpoint.
     kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
-    deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
-        check_numerics with it.
-    tensor_parallel_size: processes that have a part of the model each and compute every step together; 1: this one has
-        all of it.
-    cpu_isa: the best CPU instructions to use (model/cpu/isa.py); None: as OCTAVO_CPU_ISA says, else all that there are.
-    check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
+    deterministic: the same bits for a request in any batch, at a price; excludes attention_backend and check_numerics.
+    tensor_parallel_size: processes that each have a part of the model and compute every step together; 1: no cut.
+    cpu_isa: the best CPU instructions to use (model/cpu/isa.py); None: as OCTAVO_CPU_ISA says, else all there are.
+    check_numerics: whether activations are checked; check_numerics_limit None: the default for the dtype.
     audit_every_steps 0: never; 1: every step (debugging).
     worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log names it).
-    drain_grace_s: what a first SIGTERM or SIGINT leaves to the requests that run; the second ends at once.
-    stall_exit_s: without a step for so long while there is work, the process ends itself; longer than the gateways'
-        stall timeout, so that they answer their callers first.
+    drain_grace_s: time that a first SIGTERM or SIGINT leaves to running requests; a second signal ends at once.
+    stall_exit_s: the process ends itself after this long without a step while there is work; longer than the gateways'
+      stall timeout, so that they answer their callers first.
     """
 
     model: str

@@ -51,8 +51,8 @@ INTERVAL_S = 10.0
 
 
 class BusyLog:
-    """An Observer in front of another one: one line of log every INTERVAL_S while there is work, with rates since the
-    line before and the present counts."""
+    """An Observer that wraps another: while there is work, it logs a line every INTERVAL_S with rates and current
+    counts."""
 
     def __init__(
         self, inner: Observer, snapshot: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic
@@ -64,7 +64,7 @@ class BusyLog:
         self._former = EngineStats()
 
     def on_step(self, report: StepReport) -> None:
-        """Pass it on; write the line where it is due."""
+        """Pass it on; log a line if one is due."""
         self._inner.on_step(report)
         now_s = self._clock()
         if now_s - self._since_s >= INTERVAL_S:
@@ -93,8 +93,8 @@ class BusyLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """What else is known of the KV cache. dtype: as it was asked for, "auto" for the model's own. host_bytes: of the
-    second tier."""
+    """Further facts about the KV cache. dtype: as asked for, "auto" for the model's own. host_bytes: size of the second
+    tier."""
 
     dtype: str = "auto"
     has_prefix_cache: bool = True
@@ -163,7 +163,7 @@ class StepMetrics:
 
 
 class SnapshotCollector(Collector):
-    """Reads the engine's last snapshot and the link's counters when it is scraped, in the scraping thread."""
+    """At a scrape, reads the engine's last snapshot and the link's counters, in the scraping thread."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class SnapshotCollector(Collector):
         self._welcomed = welcomed
 
     def describe(self) -> Iterator[Metric]:
-        """The same families as a scrape."""
+        """The same families as `collect`."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
@@ -191,8 +191,8 @@ class SnapshotCollector(Collector):
 
 
 def info_metrics(card: ModelCard, capacity: Capacity, *, version: str, cache: CacheInfo) -> Iterator[Metric]:
-    """Build, model and cache, as labels of a constant 1. Those of the cache have vLLM's names, which the pickers of
-    Kubernetes' inference gateways look for; its blocks are called a GPU's on every device."""
+    """Build, model and cache, as labels of a constant 1. The cache's metrics have vLLM's names, which the endpoint
+    pickers of Kubernetes' inference gateways look for; its blocks are called a GPU's on every device."""
     yield InfoMetricFamily("octavo_build", "This build", value={"version": version, "role": "worker"})
     labels = {"model_name": card.name, "fingerprint": card.fingerprint, "dtype": card.dtype}
     yield InfoMetricFamily("octavo_model", "The model that is served", value=labels)
@@ -207,7 +207,7 @@ def info_metrics(card: ModelCard, capacity: Capacity, *, version: str, cache: Ca
 
 
 class InfoCollector(Collector):
-    """Constants."""
+    """Constant metrics."""
 
     def __init__(self, card: ModelCard, capacity: Capacity, *, version: str, cache: CacheInfo) -> None:
         self._families = tuple(info_metrics(card, capacity, version=version, cache=cache))
@@ -218,13 +218,13 @@ class InfoCollector(Collector):
 
 
 class RankCollector(Collector):
-    """The ranks of a tensor-parallel group. read: what they measured; None for a worker of one."""
+    """The ranks of a tensor-parallel group. read: what they measured; None for a worker with one rank."""
 
     def __init__(self, size: int, read: Callable[[], list[RankFigures]] | None) -> None:
         self._size, self._read = size, read
 
     def collect(self) -> Iterator[Metric]:
-        """How many there are, and rows for each where there are several."""
+        """Their number and, if there are several, figures of each."""
         text = "Ranks that have a part of the model each and compute each step together"
         yield _gauge("octavo_tensor_parallel_size", text, self._size)
         steps = CounterMetricFamily("octavo_rank_steps", "Engine steps that the rank has launched", labels=["rank"])
@@ -242,7 +242,7 @@ class RankCollector(Collector):
 
 
 class MetricsServer:
-    """HTTP in a thread of its own: /metrics, and /ready, 503 with the reason until the worker is ready."""
+    """HTTP in its own thread: /metrics, and /ready, which answers 503 with the reason until the worker is ready."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class MetricsServer:
         port: int,
         why_not_ready: Callable[[], str | None] | None = None,
     ) -> None:
-        """Raises OSError naming the address, where it is taken."""
+        """Raises OSError naming the address if it is taken."""
         try:
             self._server = ScrapeServer(host, port, pages_of(registry), why_not_ready=why_not_ready)
         except OSError as error:

@@ -32,7 +32,7 @@ _BYTES_PER_SOURCE_BYTE = 128
 
 
 def estimated_bytes(grammar: Grammar) -> int:
-    """What a compiled grammar takes, roughly."""
+    """Approximate size of the compiled grammar."""
     return _BYTES_OF_ONE + _BYTES_PER_SOURCE_BYTE * len(grammar.source)
 
 
@@ -53,7 +53,7 @@ class GrammarCache:
         return len(self._entries)
 
     def get(self, grammar: Grammar) -> GrammarMatcher | None:
-        """A fork of what is kept."""
+        """A fork of the cached matcher, or None."""
         with self._lock:
             matcher = self._entries.get(grammar)
             if matcher is None:
@@ -64,7 +64,7 @@ class GrammarCache:
             return matcher.fork()
 
     def put(self, grammar: Grammar, matcher: GrammarMatcher) -> None:
-        """Keep it, unless it is larger than the whole cache may be."""
+        """Keep the matcher, unless it is larger than the whole cache may be."""
         size = estimated_bytes(grammar)
         with self._lock:
             if grammar in self._entries or size > self._max_bytes or not self._max_entries:
@@ -97,12 +97,11 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | GrammarRefused | None = None
 
     def warm_up(self) -> None:
-        """Read the vocabulary now, in a thread, instead of at the first grammar."""
+        """Read the vocabulary now, in a thread, rather than for the first grammar."""
         self._threads.submit(self._known_vocabulary)
 
     def submit(self, grammar: Grammar, on_outcome: OnOutcome) -> None:
-        """Compile in a thread. on_outcome: called there, once, with a matcher for this request alone, or the
-        refusal."""
+        """Compile in a thread. on_outcome: called there, once, with a matcher for this request alone or the refusal."""
         self._threads.submit(partial(self._work, grammar, on_outcome))
 
     def close(self) -> None:
@@ -111,7 +110,7 @@ class GrammarCompiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Known once a matcher was made from it."""
+        """Set once a matcher was made from it."""
         assert isinstance(self._vocabulary, Vocabulary)
         return self._vocabulary
 

@@ -40,7 +40,7 @@ MASK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.
 
 
 class GrammarObserver(Protocol):
-    """Called in the engine's thread, but for on_compiled."""
+    """Called in the engine's thread, except on_compiled."""
 
     def on_masks(self, *, seconds: float, num_rows: int) -> None:
         """The masks of one step were filled."""
@@ -82,7 +82,7 @@ class GrammarMetrics:
 
 
 class CacheCollector(Collector):
-    """Reads the cache when it is scraped."""
+    """Reads the cache at a scrape."""
 
     def __init__(self, cache: GrammarCache) -> None:
         self._cache = cache
@@ -99,17 +99,17 @@ class CacheCollector(Collector):
 
 
 class MaskFiller:
-    """Fills the masks of one step, on several threads where it has several rows.
+    """Fills the masks of one step, with several threads if it has several rows.
 
-    A token that would end an output too soon (min_tokens, ignore_eos) is left out where the grammar has another one;
-    where it has none the grammar is complete, and the output ends.
+    A token that would end an output too soon (min_tokens, ignore_eos) is left out if the grammar allows another one;
+    otherwise the grammar is complete, and the output ends.
     """
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
     def fill(self, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> tuple[StepMasks, list[tuple[Request, str]]]:
-        """The masks, and the requests whose grammar broke, with the reason: their rows allow everything, since
+        """The masks, and the requests whose grammar failed, with the reason. Rows of those allow everything, since
         their tokens are dropped."""
         bits_NW = np.full((len(rows), vocabulary.num_words), _EVERYTHING, np.int32)
         matchers = [(row.request.matcher, n) for n, row in enumerate(rows) if row.request is not None]
@@ -156,9 +156,9 @@ class _Compiling:
 
 
 class GrammarManager:
-    """Requests wait here until their grammars are compiled; every step gets its masks.
+    """Holds requests until their grammars are compiled, and makes the masks of every step.
 
-    wake: lets a waiting engine look again; called from other threads.
+    wake: wakes an engine that waits; called from other threads.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class GrammarManager:
         self._ready: deque[_Compiling] = deque()
 
     def submit(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
-        """A request that the scheduler keeps until its grammar is there."""
+        """A request that the scheduler holds until its grammar is compiled."""
         grammar = run.sampling.grammar
         assert grammar is not None
         waiting = _Compiling(gateway, run, grammar, now_s + self._timeout_s)
@@ -186,7 +186,7 @@ class GrammarManager:
         self._compiler.submit(grammar, lambda outcome: self._take(waiting, outcome))
 
     def deliver(self, scheduler: Scheduler, now_s: float) -> None:
-        """Hand over what is compiled, and end what took too long."""
+        """Hand over compiled grammars, and end requests whose grammars took too long."""
         while self._ready:
             self._answer(self._ready.popleft(), scheduler, now_s)
         while self.waiting and (self.waiting[0].is_answered or self.waiting[0].until_s <= now_s):
@@ -197,7 +197,7 @@ class GrammarManager:
                 self._answer(waiting, scheduler, now_s)
 
     def masks(self, scheduler: Scheduler, now_s: float) -> StepMasks:
-        """For the newest step, once all tokens before it are known. A request whose grammar breaks here ends."""
+        """Masks for the newest step, once all tokens before it are known. A request whose grammar fails here ends."""
         started_s = time.perf_counter()
         masks, broken = self._filler.fill(scheduler.constraints.rows(), self._compiler.vocabulary)
         for request, detail in broken:
@@ -206,11 +206,11 @@ class GrammarManager:
         return masks
 
     def close(self) -> None:
-        """Take no more work. Idempotent."""
+        """Accept no more work. Idempotent."""
         self._compiler.close()
 
     def _take(self, waiting: _Compiling, outcome: Outcome) -> None:
-        """In a thread of the compiler."""
+        """Called in a thread of the compiler."""
         waiting.outcome = outcome
         self._ready.append(waiting)
         self._wake()
@@ -237,19 +237,19 @@ class GrammarManager:
 
 
 class EarlyVocabulary:
-    """The vocabulary of a model that is still being loaded: reading it keeps Python's lock for half a second, which a
-    start has while it waits for kernels."""
+    """Reads the vocabulary while the model is still loading: it holds Python's lock for half a second, which costs
+    nothing while the start waits for kernels."""
 
     def __init__(self) -> None:
         self._known: tuple[dict[str, bytes], Vocabulary] | None = None
 
     def read(self, described: Described) -> None:
-        """Now, in this thread. Where it cannot be had, `of` says so."""
+        """Read now, in this thread. Errors are raised by `of`."""
         with suppress(Exception):
             self._known = described.files, _read(described.files, described.vocab_size, described.eos_token_ids)
 
     def of(self, loaded: Loaded) -> Vocabulary:
-        """The same, or read now. Raises GrammarRefused."""
+        """The vocabulary read early, or else read now. Raises GrammarRefused."""
         files, card = loaded.tokenizer_files, loaded.card
         if self._known is not None and self._known[0] is files:
             return self._known[1]
@@ -268,8 +268,8 @@ def make_grammar_manager(
     wake: Callable[[], None],
     early: EarlyVocabulary,
 ) -> GrammarManager:
-    """From a worker's settings and the tokenizer that it loaded. Ready at once; the vocabulary is read in the
-    background, where it was not before."""
+    """From a worker's settings and the tokenizer that it loaded. Usable at once; unless it was read early, the
+    vocabulary is read in the background."""
     cache = GrammarCache(max_entries=config.cache_entries, max_bytes=config.cache_bytes)
     metrics = GrammarMetrics(registry, cache)
     compiler = GrammarCompiler(

@@ -19,34 +19,34 @@ class GrammarMatcher:
         self.matcher = matcher
 
     def fork(self) -> "GrammarMatcher":
-        """Another output at the same place."""
+        """A matcher for another output at the same position."""
         return GrammarMatcher(self.matcher.deep_copy())
 
     def accept(self, token_id: int) -> bool:
-        """The output goes on with this token; False where the grammar does not allow it, and then this is broken."""
+        """Advance by this token. False if the grammar does not allow it; then the matcher is broken."""
         return self.matcher.consume_token(token_id)
 
     def replay(self, token_ids: Iterable[int]) -> bool:
-        """Output that was made elsewhere; False as in `accept`."""
+        """Advance by output generated elsewhere; False as in `accept`."""
         return self.matcher.consume_tokens(list(token_ids))
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow, or an end token was accepted."""
+        """Whether nothing may follow, or an end token was accepted."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def ended_by_token(self) -> bool:
-        """The last token accepted was an end token."""
+        """Whether the last token accepted was an end token."""
         return self.matcher.stop_reason() == "EndOfSentence"
 
     @property
     def error(self) -> str:
-        """Why it is broken; empty while it is not."""
+        """Why it is broken; empty if it is not."""
         return one_line(self.matcher.get_error().partition("\n<")[0])
 
     def fill(self, bits_W: np.ndarray) -> bool:
-        """Writes the mask of the next token. int32, contiguous. False where the grammar broke at it: no token is left,
+        """Write the mask of the next token. bits_W: int32, contiguous. False if the grammar failed: no token is left,
         or it took more work than the limits allow."""
         self.matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
         return not self.matcher.is_error()

@@ -24,7 +24,7 @@ _PRIVATE_USE = "\ue000"  # no text has it by chance
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Vocabulary:
-    """vocab_size: ids that may be sampled. call_tags: tokens around a call of a tool, where there are such."""
+    """vocab_size: ids that may be sampled. call_tags: tokens around a tool call, if there are such."""
 
     tokenizer: LLTokenizer
     vocab_size: int
@@ -33,11 +33,11 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """int32 words of a mask."""
+        """int32 words in a mask."""
         return -(-self.vocab_size // 32)
 
     def bits(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """int32 [W]: the mask in which these tokens are set."""
+        """int32 [W]: a mask with these tokens set."""
         bits_W = np.zeros(self.num_words, np.uint32)
         for token in token_ids:
             if 0 <= token < self.vocab_size:
@@ -46,7 +46,7 @@ class Vocabulary:
 
 
 def load_vocabulary(files: dict[str, bytes], *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """Takes most of a second for 150,000 tokens. Raises GrammarRefused where the tokenizer is not supported."""
+    """Takes most of a second for 150,000 tokens. Raises GrammarRefused if the tokenizer is not supported."""
     if not eos_token_ids:
         raise GrammarRefused(Refusal.TOKENIZER, "needs a model with an end token")
     try:
@@ -70,7 +70,7 @@ def _call_tags(tokenizer: dict[str, Any]) -> CallTags | None:
 
 
 def _keep_bytes(tokenizer: dict[str, Any]) -> None:
-    """The tokens of any text spell that text and nothing else."""
+    """Make the tokens of any text spell exactly that text."""
     normalizers = tokenizer.get("normalizer") or {}
     parts = normalizers.get("normalizers", [normalizers])
     # Vocabularies of SentencePiece write a space with a sign of their own: that replacement is part of their spelling.

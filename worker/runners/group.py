@@ -4,9 +4,9 @@ same with parts of their own (model/parallel.py).
     engine -> GroupRunner -> the runner of rank 0
                    |---- orders ----> follower: the runner of rank 1, and so on
 
-A follower needs each step's plan and the masks for it, and nothing else: every rank comes to the same tokens by itself.
-Scheduler, block manager and gateways know nothing of it. A rank that ends takes the group with it, and so does a step
-that fails: the others may have gone through it, and wait for this one in the next.
+A follower only needs each step's plan and masks: every rank computes the same tokens by itself. Scheduler, block
+manager and gateways know nothing of it. If a rank ends, or a step fails, the whole group ends: the other ranks may have
+finished the step, and would wait for this one in the next.
 
 Must not know: models, devices, how a follower was started, how orders reach it.
 """
@@ -28,7 +28,7 @@ EXIT_LOST = 75
 
 
 class GroupLost(ConnectionError):
-    """A follower has ended. The worker must end too: no rank can go on alone."""
+    """A follower has ended. The worker must end too: no rank can continue alone."""
 
 
 class Launch(msgspec.Struct, frozen=True, tag="launch"):
@@ -50,14 +50,14 @@ class Followers(Protocol):
     """The other ranks, as rank 0 sees them."""
 
     def send(self, frame: bytes) -> None:
-        """To all of them. Raises GroupLost."""
+        """Send to all of them. Raises GroupLost."""
 
     def check(self, *, wait_s: float) -> None:
-        """Raises GroupLost where one has ended, or does within so many seconds."""
+        """Raises GroupLost if one has ended, or ends within wait_s seconds."""
 
 
 class GroupRunner:
-    """Implements `Runner` for the engine of rank 0. close: what ends the group, after rank 0's own runner."""
+    """Implements `Runner` for the engine of rank 0. close: ends the group, after rank 0's own runner."""
 
     def __init__(self, runner: Any, followers: Followers, *, close: Callable[[], None]) -> None:
         self.max_in_flight: int = runner.max_in_flight
@@ -80,7 +80,7 @@ class GroupRunner:
         self._runner.constrain(masks)
 
     def collect(self) -> StepResult:
-        """See Runner.collect. Raises GroupLost instead, also where a sum has ended for want of a rank."""
+        """See Runner.collect. Raises GroupLost instead, also if a sum ended because a rank is missing."""
         with self._together():
             result: StepResult = self._runner.collect()
         self._followers.check(wait_s=0.0)
@@ -95,14 +95,14 @@ class GroupRunner:
             raise GroupLost(f"a step failed on rank 0, and the other ranks wait for it: {error}") from error
 
     def close(self) -> None:
-        """Give the device back, and end the followers. Idempotent."""
+        """Release the device and end the followers. Idempotent."""
         self._runner.close()
         self._close()
 
 
 def follow(runner: Runner, take: Callable[[], bytes | None]) -> None:
-    """Do what rank 0 does until it ends. take: its next order. A step's result is the same as rank 0's and is looked at
-    when the place is needed for another. Raises RunnerError for a step that failed: the group ends then."""
+    """Do what rank 0 does until it ends. take: returns the next order. A step's result equals rank 0's; it is collected
+    when its place is needed for another step. Raises RunnerError for a failed step, which ends the group."""
     num_in_flight = 0
     while (frame := take()) is not None:
         match decode(frame):

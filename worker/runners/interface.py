@@ -28,13 +28,13 @@ class Runner(Protocol):
     max_in_flight: int
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step. Raises RunnerError (nothing of the step happened then)."""
+        """Start a step. Raises RunnerError; then nothing of the step has happened."""
 
     def constrain(self, masks: StepMasks) -> None:
-        """Let the newest launched step choose its tokens. What goes wrong is raised by its ``collect``."""
+        """Let the newest launched step choose its tokens. Errors are raised by its ``collect``."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step. Raises RunnerError; raises LookupError where none is in flight."""
 
     def close(self) -> None:
-        """Give the device back. Idempotent."""
+        """Release the device. Idempotent."""

@@ -27,7 +27,7 @@ _HEADER_BYTES = 4096
 
 
 class OrderRing:
-    """The writer's side. One writer, in one thread."""
+    """The writing end. One writer, in one thread."""
 
     def __init__(self, num_readers: int, *, num_bytes: int = RING_BYTES) -> None:
         if num_readers > MAX_READERS:
@@ -37,8 +37,8 @@ class OrderRing:
         self._written = 0
 
     def put(self, frame: bytes, *, wait: Callable[[], None]) -> Iterator[bytes]:
-        """Write the frame; yields what to send through every reader's pipe. wait: called again and again while readers
-        have not taken enough of what is there; it raises when that has lasted for too long."""
+        """Write the frame; yields what to send through every reader's pipe. wait: called repeatedly while readers are
+        too far behind; raises once that has lasted too long."""
         largest = self._shared.num_bytes // 2
         for start in range(0, len(frame) or 1, largest):
             piece = frame[start : start + largest]
@@ -49,7 +49,7 @@ class OrderRing:
             yield _BELL.pack(len(piece), len(frame) - start - len(piece))
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Release the memory. Idempotent."""
         self._shared.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -57,14 +57,14 @@ class OrderRing:
 
 
 class OrderReader:
-    """The side of one reader, of this number among them (from 0). bells: its pipe."""
+    """The end of reader `number` (from 0). bells: its pipe."""
 
     def __init__(self, descriptor: int, number: int, bells: BinaryIO) -> None:
         self._shared, self._number, self._bells = _Shared(descriptor), number, bells
         self._taken = 0
 
     def take(self) -> bytes | None:
-        """The next frame; None where the writer has ended."""
+        """The next frame; None if the writer has ended."""
         pieces: list[bytes] = []
         while True:
             bell = self._bells.read(_BELL.size)
@@ -79,7 +79,7 @@ class OrderReader:
 
 
 class _Shared:
-    """The memory: how many bytes each reader has taken, a word of 8 bytes each, then the ring."""
+    """The shared memory: one 8-byte word per reader with the number of bytes it has taken, then the ring."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
@@ -89,15 +89,15 @@ class _Shared:
         self.num_bytes = len(self._ring)
 
     def least_taken(self, num_readers: int) -> int:
-        """Of so many readers."""
+        """The least of the first num_readers readers' counts."""
         return min(self._taken[:num_readers], default=0)
 
     def set_taken(self, number: int, taken: int) -> None:
-        """By one reader: its word is written at once, not byte by byte."""
+        """Set one reader's count: the word is written at once, not byte by byte."""
         self._taken[number] = taken
 
     def write(self, position: int, piece: bytes) -> None:
-        """At a position that counts on beyond the end."""
+        """Write at a position that keeps counting beyond the end of the ring."""
         start = position % self.num_bytes
         first = min(len(piece), self.num_bytes - start)
         self._ring[start : start + first] = piece[:first]
@@ -111,14 +111,14 @@ class _Shared:
         return found if first == length else found + bytes(self._ring[: length - first])
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the memory. Idempotent."""
         for view in (self._taken, self._ring, self._view):
             view.release()
         self._memory.close()
 
 
 def _anonymous_file(num_bytes: int) -> int:
-    """A file in memory that ends with the last process that has it open."""
+    """A file in memory that disappears with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("octavo-orders")
     else:

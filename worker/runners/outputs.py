@@ -29,8 +29,8 @@ _ALLOCATION_FAILURES = ("can't allocate memory", "not enough memory", "out of me
 
 
 def sampler_params(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> SamplingParams:
-    """A request's parameters as the sampler has them: end tokens are stop ids like others, unless ignored, and where
-    there is a grammar its masks see to min_tokens."""
+    """A request's parameters as the sampler takes them: end tokens become stop ids unless ignored, and if there is a
+    grammar, its masks enforce min_tokens."""
     ends = () if sampling.ignore_eos else eos_token_ids
     return msgspec.structs.replace(
         sampling,
@@ -47,9 +47,9 @@ class _Row:
 
 
 class Pooler:
-    """Embeddings: sums of hidden states over the chunks of each prompt, kept until its last one.
+    """Embeddings: sums of hidden states over the chunks of each prompt, kept until the last chunk.
 
-    A row that joins again (after a preemption) starts anew. Costs nothing where no row has a pooling.
+    A row that joins again (after a preemption) starts over. Costs nothing if no row has a pooling.
     """
 
     def __init__(self) -> None:
@@ -57,19 +57,19 @@ class Pooler:
 
     @property
     def is_used(self) -> bool:
-        """Whether there are rows with a pooling, which may read more of a step than its sampled rows."""
+        """Whether any row has a pooling, and so may read more of a step than its sampled rows."""
         return bool(self._rows)
 
     def join(self, new: NewRequest) -> None:
-        """A request enters a slot; whatever the slot had gathered is forgotten."""
+        """A request enters a slot; what the slot had gathered is dropped."""
         if new.pooling is not None:
             self._rows[new.slot] = _Row(new.pooling)
         elif self._rows:
             self._rows.pop(new.slot, None)
 
     def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, torch.Tensor]:
-        """The embeddings (float32 [D], on the model's device) that this step completes, by index into its sampled
-        rows. first_token: of the chunks, in the step as it was run."""
+        """The embeddings (float32 [D], on the model's device) that this step completes, by index into its sampled rows.
+        first_token: of the chunks, in the step as it was run."""
         if not self._rows:
             return {}
         done: dict[int, torch.Tensor] = {}
@@ -97,9 +97,9 @@ class Pooler:
 
 
 class PromptScorer:
-    """Log-probabilities of a prompt's own tokens, for the rows that ask for them. Costs nothing where there are none.
+    """Log-probabilities of a prompt's own tokens, for the rows that ask for them. Costs nothing if none does.
 
-    Logits are made a few positions at a time, so that no prompt is ever in memory with its whole vocabulary.
+    Logits are computed a few positions at a time, so that a prompt never has logits over its whole length in memory.
     """
 
     def __init__(self, logits_of: LogitsOf, *, vocab_size: int) -> None:
@@ -109,17 +109,18 @@ class PromptScorer:
 
     @property
     def is_used(self) -> bool:
-        """Whether there are rows that ask for them, and so read more of a step than its sampled rows."""
+        """Whether any row asks for them, and so reads more of a step than its sampled rows."""
         return bool(self._rows)
 
     def join(self, new: NewRequest) -> None:
-        """A request enters a slot; what the slot asked for is forgotten."""
+        """A request enters a slot; what the slot asked for before is dropped."""
         self._rows.pop(new.slot, None)
         if (num_top := new.sampling.num_prompt_logprobs) is not None:
             self._rows[new.slot] = new.token_ids_T[: new.num_prompt_tokens], num_top
 
     def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, list[SlotLogprobs]]:
-        """By index of the chunk. first_token: of the chunks, in the step as it was run. Waits for the device."""
+        """Log-probabilities by index of the chunk. first_token: of the chunks, in the step as it was run. Waits for the
+        device."""
         found: dict[int, list[SlotLogprobs]] = {}
         if not self._rows:
             return found
@@ -159,12 +160,12 @@ def slot_logprobs(logprobs: Logprobs) -> dict[int, SlotLogprobs]:
 
 
 def empty_result(step: int) -> StepResult:
-    """Of a step that samples nothing."""
+    """The result of a step that samples nothing."""
     return StepResult(step=step, tokens_S=np.empty(0, np.int32), is_finite_S=np.empty(0, np.bool_))
 
 
 def as_runner_error(error: Exception) -> RunnerError:
-    """RunnerOutOfMemory where the message is that of an allocator, RunnerError otherwise."""
+    """RunnerOutOfMemory if the message is an allocator's, else RunnerError."""
     is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     is_memory = is_memory or any(words in str(error) for words in _ALLOCATION_FAILURES)
     kind = RunnerOutOfMemory if is_memory else RunnerError

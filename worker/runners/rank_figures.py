@@ -19,9 +19,12 @@ MEMORY_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """num_steps: launched since the start. step_s: spent in them, as the rank's own thread sees it. exchange_s: of
-    that, with tensors on the way to other ranks and back, waiting for the slowest included; where a device does this
-    by itself, the time to launch it. memory_bytes: that the rank holds now, on its device."""
+    """num_steps: launched since the start.
+    step_s: time spent in them, as seen by the rank's own thread.
+    exchange_s: part of it spent exchanging tensors with other ranks, waiting for the slowest included; if a device
+      does this by itself, the time to launch it.
+    memory_bytes: held on the rank's device now.
+    """
 
     num_steps: int
     step_s: float
@@ -37,12 +40,12 @@ class RankBoard:
 
     @classmethod
     def create(cls, path: Path, *, size: int) -> "RankBoard":
-        """Once, by rank 0, before the others open it."""
+        """Call once, on rank 0, before the others open it."""
         return cls(np.memmap(path, np.float64, "w+", shape=(size, len(RankFigures.__slots__))))
 
     @classmethod
     def open(cls, path: Path, *, size: int) -> "RankBoard":
-        """By another rank."""
+        """Call on the other ranks."""
         return cls(np.memmap(path, np.float64, "r+", shape=(size, len(RankFigures.__slots__))))
 
     def write(self, rank: int, figures: RankFigures) -> None:
@@ -50,7 +53,7 @@ class RankBoard:
         self._rows_RF[rank] = [getattr(figures, name) for name in RankFigures.__slots__]
 
     def read(self) -> list[RankFigures]:
-        """Of every rank, in their order; zeros for one that has written nothing yet."""
+        """Of every rank, in order; zeros if a rank has written nothing yet."""
         return [
             RankFigures(num_steps=int(steps), step_s=float(step_s), exchange_s=float(wait_s), memory_bytes=int(held))
             for steps, step_s, wait_s, held in self._rows_RF.tolist()
@@ -58,7 +61,7 @@ class RankBoard:
 
 
 class MeasuredRunner:
-    """A Runner that writes down what its steps take; all else is the runner's. exchange_s, memory_bytes: see
+    """A Runner that records its figures and otherwise forwards to `runner`. exchange_s, memory_bytes: see
     RankFigures."""
 
     def __init__(

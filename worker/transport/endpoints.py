@@ -1,5 +1,5 @@
-"""Which gateways a worker dials: those it was told of at the start, and those of a file that others may change while
-it serves. The file is read in a thread, for a disk may be slow."""
+"""Which gateways a worker dials: those configured at the start, and those listed in a file that may change while it
+serves. The file is read in a thread, because the disk may be slow."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ LOOK_S = 0.5  # between two looks at the file
 
 
 class GatewayEndpoints:
-    """endpoints: all of now. A file that cannot be used later on changes nothing, which the log says once."""
+    """endpoints: all of them now. A file that becomes unusable later changes nothing; that is logged once."""
 
     def __init__(self, fixed: Sequence[str], file: Path | None, *, check: Callable[[Endpoint], None]) -> None:
-        """check(endpoint): raises EndpointError where it must not be dialled; so does this."""
+        """check(endpoint): raises EndpointError if it must not be dialled; so does this."""
         for address in fixed:
             check(parse_endpoint(address))
         self.endpoints = self._fixed = tuple(fixed)
@@ -28,7 +28,8 @@ class GatewayEndpoints:
         self.look()
 
     def look(self) -> bool:
-        """Whether they are others now. Raises EndpointError, once after each change of the file."""
+        """Read the file again. Returns whether the endpoints have changed. Raises EndpointError, once after each change
+        of the file."""
         listed = None if self._file is None else self._file.changed()
         if listed is None:
             return False
@@ -38,7 +39,7 @@ class GatewayEndpoints:
         return before != self.endpoints
 
     def follow(self, dial: Callable[[Sequence[str]], None]) -> None:
-        """From now on call dial(endpoints) in a thread whenever they have changed."""
+        """From now on call dial(endpoints), in a thread, whenever they change."""
         if self._file is not None:
             self._thread = threading.Thread(target=self._run, args=(dial,), name="gateway endpoints", daemon=True)
             self._thread.start()

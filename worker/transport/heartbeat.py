@@ -3,9 +3,9 @@
 A thread, so that a long step does not silence the worker; sockets of its own, because ZeroMQ's are not thread safe.
 Reads the engine's last snapshot and nothing else of it.
 
-A beat that fails is tried again at the next: whatever a busy host refuses for a moment (a thread, a descriptor, memory)
-must not leave a worker that serves nobody and never ends. The watchdog is fed by beats that were sent, so that a worker
-which cannot beat for long ends as one that hangs.
+A failed beat is retried at the next: if a busy host refuses a thread, a descriptor or memory for a moment, the worker
+must not go on without heartbeats and never end. Only beats that were sent feed the watchdog, so that a worker which
+cannot send any for long ends like one that hangs.
 """
 
 import threading
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 class HeartbeatThread:
-    """Beats from ``start`` to ``close``."""
+    """Sends heartbeats from ``start`` to ``close``."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class HeartbeatThread:
         curve: CurveKeys | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """snapshot: safe from any thread. welcomed: the gateways of now by endpoint, and whether to report to
-        them; safe from any thread too."""
+        """snapshot: safe from any thread. welcomed: the current gateways by endpoint, and whether to report to them;
+        safe from any thread."""
         self._epoch = epoch
         self._snapshot = snapshot
         self._welcomed = welcomed
@@ -49,7 +49,7 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Once. The process is watched from here on: already its first step, before any beat, can be one that hangs."""
+        """Call once. The watchdog runs from here on, because even the first step, before any beat, may hang."""
         if self._watchdog is not None:
             self._watchdog.arm()
         self._thread.start()
@@ -85,7 +85,7 @@ class HeartbeatThread:
                 self._watchdog.close()
 
     def _dial(self, context: "zmq.Context[zmq.Socket[bytes]]", sockets: "dict[str, zmq.Socket[bytes]]") -> None:
-        """A socket for each gateway of now, and no other."""
+        """Exactly one socket per current gateway."""
         endpoints = self._welcomed()
         for address in [each for each in sockets if each not in endpoints]:
             sockets.pop(address).close()
@@ -107,8 +107,8 @@ class HeartbeatThread:
 
 
 def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:
-    """The engine's snapshot as a message. Where all that waits waits for grammars it is told as paused: gateways must
-    expect no steps."""
+    """The engine's snapshot as a message. Requests that wait for grammars are reported as paused if nothing else is
+    left: gateways must not expect steps then."""
     num_held = stats.num_waiting if stats.awaits_grammars else 0
     return Heartbeat(
         epoch=epoch,

@@ -50,12 +50,12 @@ _EVENTS: dict[int, Transition] = {
 
 
 class BacklogFull(Exception):
-    """The gateway takes nothing any more; give it up."""
+    """The gateway has stopped reading; give it up."""
 
 
 class GatewaySocket:
-    """One DEALER towards one gateway, with the monitor that reports when its connection is made and breaks. Connects by
-    itself, again and again. One thread uses it; knows nothing of what messages mean."""
+    """One DEALER towards one gateway, with a monitor that reports when its connection is made and breaks. Reconnects by
+    itself. For one thread; knows nothing of what messages mean."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, curve: CurveKeys | None) -> None:
         self.address = address
@@ -74,7 +74,7 @@ class GatewaySocket:
         return happened
 
     def receive(self, limit: int) -> list[bytes]:
-        """Up to ``limit`` messages that are here; of several frames only the last counts. Never blocks."""
+        """Up to ``limit`` messages that have arrived; of several frames only the last counts. Never blocks."""
         frames: list[bytes] = []
         with suppress(zmq.Again):
             while len(frames) < limit:
@@ -82,7 +82,7 @@ class GatewaySocket:
         return frames
 
     def send(self, frame: bytes) -> None:
-        """Send, or keep in order until the socket takes it. Raises BacklogFull."""
+        """Send, or queue in order until the socket accepts it. Raises BacklogFull."""
         if self._backlog:
             self.flush()
         if self._backlog or not self._try_send(frame):
@@ -92,30 +92,30 @@ class GatewaySocket:
             self._backlog_bytes += len(frame)
 
     def flush(self) -> None:
-        """Send what had to wait."""
+        """Send what is queued."""
         while self._backlog and self._try_send(self._backlog[0]):
             self._backlog_bytes -= len(self._backlog.popleft())
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something waits."""
+        """Whether anything is queued."""
         return bool(self._backlog)
 
     def forget(self) -> None:
-        """Throw away what waits in either direction: it belongs to a connection that is over."""
+        """Drop everything queued in either direction: it belongs to a connection that is over."""
         self._backlog.clear()
         self._backlog_bytes = 0
         while self.receive(1_000):
             pass
 
     def reconnect(self) -> None:
-        """Cut the connection and dial anew, which empties the socket's own queues too."""
+        """Cut the connection and dial again, which also empties the socket's own queues."""
         self.socket.disconnect(self.address)
         self.forget()
         self.socket.connect(self.address)
 
     def close(self) -> None:
-        """What the socket holds goes out for as long as its LINGER says. Idempotent."""
+        """What the socket holds is sent for as long as its LINGER allows. Idempotent."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
@@ -167,14 +167,14 @@ class WorkerLink:
         return {each.socket.address: each.registration.state is LinkState.WELCOMED for each in self._gateways.values()}
 
     def dial(self, endpoints: Sequence[str]) -> None:
-        """All gateways from now on: the next ``drain`` dials new ones, and loses others. From any thread."""
+        """All gateways from now on: the next ``drain`` dials new ones and drops the others. From any thread."""
         self._wanted = tuple(endpoints)
         self.wake()
 
     # ------------------------------------------------------------ Inbox
 
     def drain(self) -> Received:
-        """All messages that are here now. Never blocks."""
+        """All messages that have arrived. Never blocks."""
         received: Received = [(index, GatewayLost()) for index in self._lost]
         self._lost.clear()
         if self._wanted is not self._endpoints:
@@ -190,7 +190,8 @@ class WorkerLink:
         return received
 
     def wait(self, timeout_s: float) -> None:
-        """Return as soon as ``drain`` may have something, or ``wake`` was called; at the latest after timeout_s."""
+        """Return as soon as ``drain`` may return something or ``wake`` was called, and after timeout_s at the
+        latest."""
         if self._lost:
             return
         if any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways.values()):
@@ -205,18 +206,18 @@ class WorkerLink:
     # ------------------------------------------------------------ Outbox
 
     def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """To one gateway; dropped and counted where it is not there."""
+        """Send to one gateway; dropped and counted if it is gone."""
         self._send_frame(self._gateways.get(gateway), encode(message))
 
     def put_all(self, message: OutboxMessage) -> None:
-        """To every gateway that has welcomed us."""
+        """Send to every gateway that has welcomed this worker."""
         frame = encode(message)
         for gateway in self._gateways.values():
             if gateway.registration.state is LinkState.WELCOMED:
                 self._send_frame(gateway, frame)
 
     def linger(self, timeout_s: float) -> None:
-        """Give what was put last (Leaving) time to go out: sockets are closed without lingering otherwise."""
+        """Give the last message (Leaving) time to be sent: sockets are closed without lingering otherwise."""
         deadline_s = self._clock() + timeout_s
         while any(gateway.socket.has_backlog for gateway in self._gateways.values()) and self._clock() < deadline_s:
             time.sleep(0.005)
@@ -254,7 +255,7 @@ class WorkerLink:
             self._poller.register(gateway.socket.monitor, zmq.POLLIN)
 
     def _readable(self) -> list[_Gateway]:
-        """Gateways with something to read: one poll for all of them, since most have nothing between two steps."""
+        """Gateways with something to read; a single poll for all, since most have nothing between two steps."""
         ready = dict(self._poller.poll(0))
         return [g for g in self._gateways.values() if g.socket.socket in ready or g.socket.monitor in ready]
 
@@ -337,7 +338,7 @@ class WorkerLink:
             self._give_up(gateway, str(error))
 
     def _give_up(self, gateway: _Gateway, reason: str) -> None:
-        """It takes nothing any more. With a new connection both sides know that the old one is over."""
+        """The gateway has stopped reading. A new connection tells both sides that the old one is over."""
         gateway.registration.on_disconnected()
         gateway.socket.reconnect()
         self._note_lost(gateway, reason)

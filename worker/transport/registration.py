@@ -30,26 +30,26 @@ class Registration:
         self._next_register_s: float | None = None
 
     def on_connected(self) -> None:
-        """The transport stands: present yourself at once."""
+        """The transport is connected: present yourself at once."""
         if self.state is LinkState.OFFLINE:
             self.state = LinkState.PRESENTING
             self._next_register_s = None
 
     def on_disconnected(self) -> bool:
-        """The transport broke. Whether a gateway that had welcomed us is lost with it."""
+        """The transport broke. Returns whether a gateway that had welcomed us is lost with it."""
         was_welcomed = self.state is LinkState.WELCOMED
         self.state = LinkState.OFFLINE
         return was_welcomed
 
     def on_welcome(self, gateway_id: str) -> bool:
-        """Accepted. Whether a former gateway is lost by it (it restarted unseen)."""
+        """Accepted. Returns whether the gateway had restarted unnoticed, so that its former process is lost."""
         is_replaced = self.state is LinkState.WELCOMED and gateway_id != self.gateway_id
         self.state = LinkState.WELCOMED
         self.gateway_id = gateway_id
         return is_replaced
 
     def takes_register(self, now_s: float) -> bool:
-        """Whether to send Register now; counts it as sent."""
+        """Whether to send Register now; then it counts as sent."""
         is_early = self._next_register_s is not None and now_s < self._next_register_s
         if self.state is not LinkState.PRESENTING or is_early:
             return False

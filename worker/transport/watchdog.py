@@ -1,8 +1,8 @@
 """Ends a worker that hangs, so that its supervisor can start another.
 
-Two kinds of hang need two guards. Steps that do not advance while the interpreter still runs are seen by the
-heartbeat thread. A native loop that holds the interpreter's lock stops every Python thread; only faulthandler's own
-C thread is left then, which writes all stacks to stderr and ends the process.
+Two kinds of hang need two guards. If steps stop advancing while the interpreter still runs, the heartbeat thread sees
+it. Native code that holds the interpreter lock stops every Python thread; then only faulthandler's C thread is left,
+which writes all stacks to stderr and ends the process.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ class Watchdog:
         self._is_armed = True
 
     def feed(self, stats: EngineStats, now_s: float) -> None:
-        """Note the engine's progress; ends the process where there was none for too long."""
+        """Note the engine's progress; ends the process if there was none for too long."""
         self.arm()
         if self.is_stalled(stats, now_s):
             faulthandler.dump_traceback(all_threads=True)
@@ -37,7 +37,7 @@ class Watchdog:
             os._exit(EXIT_STALLED)
 
     def is_stalled(self, stats: EngineStats, now_s: float) -> bool:
-        """Whether work waited for longer than the timeout without one step."""
+        """Whether there was work for longer than the timeout without a single step."""
         if not stats.has_work or stats.num_steps != self._last_steps or self._last_progress_s is None:
             self._last_steps = stats.num_steps
             self._last_progress_s = now_s
@@ -48,9 +48,8 @@ class Watchdog:
         disarm_stall_guard()
 
     def arm(self) -> None:
-        """The process ends where this is not called again in time, even while another thread keeps the interpreter's
-        lock. Where no thread is to be had for that, steps that do not advance are seen all the same, and the next call
-        tries again."""
+        """Unless this is called again in time, the process ends, even while another thread holds the interpreter lock.
+        If no thread can be started for that, stalled steps are still detected, and the next call tries again."""
         was_armed, self._is_armed = self._is_armed, arm_stall_guard(self._stall_timeout_s)
         if was_armed and not self._is_armed:
             log.warning("watchdog_not_armed", reason="no thread can be started")

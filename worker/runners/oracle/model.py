@@ -19,9 +19,9 @@ POSITION_FACTOR = 0xD1B54A32D192ED03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleModel:
-    """What there is to know of it.
+    """The model's parameters.
 
-    eos_every: about one token in so many is an end token; None: never one.
+    eos_every: about one token in this many is an end token; None: never.
     """
 
     vocab_size: int = 1000
@@ -44,9 +44,9 @@ def mix_token(token: int, position: int) -> int:
 def choose_token(
     model: OracleModel, state: int, sampling: SamplingParams, output_index: int, output: Sequence[int] = ()
 ) -> int | None:
-    """The token that follows a context of this state; None where the sampling forbids all. Not before ``min_tokens``
-    one that would end the output. output: what is out, where bad words ask for it. A bias of 100 is a must, one of
-    -100 a ban; others are not felt."""
+    """The token that follows a context with this state; None if the sampling forbids all. No token that ends the output
+    before ``min_tokens``. output: tokens so far, only needed for bad words. A bias of 100 forces a token, -100 bans it;
+    others are ignored."""
     noise = mix((state ^ mix((sampling.seed + output_index * TOKEN_FACTOR) & MASK_64)) & MASK_64)
     may_end = output_index >= sampling.min_tokens
     if not (sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
@@ -68,7 +68,7 @@ def choose_token(
 
 
 def _choose_from_all(model: OracleModel, noise: int, sampling: SamplingParams, may_end: bool) -> int | None:
-    """`choose_token` where nothing is wanted and nothing forbidden: simulations spend their time here."""
+    """`choose_token` without forced or forbidden tokens: simulations spend their time here."""
     enders = model.eos_token_ids
     if model.eos_every and enders and may_end and (noise >> 32) % model.eos_every == 0:
         return sorted(enders)[noise % len(enders)]
@@ -86,8 +86,8 @@ def choose_allowed(
     allowed: Sequence[int],
     output: Sequence[int] = (),
 ) -> int | None:
-    """The same for an output with a grammar, which allows these tokens, in rising order: an end token now and then
-    where there is one, and where there is nothing else."""
+    """`choose_token` for an output whose grammar allows these tokens, in rising order. Chooses an end token now and
+    then if there is one, and always if there is nothing else."""
     noise = mix((state ^ mix((sampling.seed + output_index * TOKEN_FACTOR) & MASK_64)) & MASK_64)
     wanted = {token for token, bias in sampling.logit_bias.items() if bias >= 100.0}
     choices = [token for token in allowed if token not in _banned(sampling, output)]
@@ -129,7 +129,7 @@ def oracle_embedding(prompt_ids: Sequence[int], pooling: Pooling) -> list[float]
 
 
 def state_vector(state: int) -> list[float]:
-    """What stands for the hidden state: multiples of 2^-8 in [-1, 1), whose sums are exact in float32."""
+    """Stands in for the hidden state: multiples of 2^-8 in [-1, 1), whose sums are exact in float32."""
     return [((state >> (8 * index)) & 0xFF) / 128.0 - 1.0 for index in range(EMBEDDING_WIDTH)]
 
 

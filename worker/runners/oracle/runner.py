@@ -39,14 +39,15 @@ _THIRTY, _TWENTY_SEVEN, _THIRTY_ONE = np.uint64(30), np.uint64(27), np.uint64(31
 
 
 class OracleViolation(AssertionError):
-    """A plan asked for what no correct scheduler asks for."""
+    """A plan asked for something that a correct scheduler never asks for."""
 
 
 class OracleStore:
     """Token ids and their positions in blocks, read and written through block tables: tokens_PB, positions_PB, int32.
-    host_H2B: the same of the host's blocks, tokens and positions.
+    host_H2B: tokens and positions of the host's blocks.
 
-    What a request reads back is one number, the sum of a hash over all of it. Knows only arrays: no requests, no plans.
+    What a request reads back is one number: the sum of a hash over everything. Knows only arrays: no requests, no
+    plans.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class OracleStore:
         self._table_SM = np.full((max_slots, max_blocks_per_slot), -1, np.int32)
 
     def empty_table(self, slot: int) -> None:
-        """A new request has the slot: it leads to no block yet."""
+        """A new request has the slot: its table has no blocks yet."""
         self._table_SM[slot] = -1
 
     def update(self, block_updates_U3: np.ndarray, block_copies_C2: np.ndarray) -> None:
-        """Tables first, then the blocks that are copied. As `worker.scheduler.plan.StepPlan` has them."""
+        """Table updates first, then block copies, as `worker.scheduler.plan.StepPlan` has them."""
         for slot, column, block in block_updates_U3.tolist():
             self._table_SM[slot, column] = block
         for source, target in block_copies_C2.tolist():
@@ -71,21 +72,21 @@ class OracleStore:
             self.positions_PB[target] = self.positions_PB[source]
 
     def copy_out(self, copies_C2: np.ndarray) -> None:
-        """(device, host), one after the other."""
+        """Pairs of (device, host), one after the other."""
         for block, host_block in copies_C2.tolist():
             self.host_H2B[host_block, 0], self.host_H2B[host_block, 1] = self.tokens_PB[block], self.positions_PB[block]
 
     def copy_in(self, copies_C2: np.ndarray) -> None:
-        """(host, device), one after the other."""
+        """Pairs of (host, device), one after the other."""
         for host_block, block in copies_C2.tolist():
             self.tokens_PB[block], self.positions_PB[block] = self.host_H2B[host_block]
 
     def poison(self, block_ids: np.ndarray) -> None:
-        """Forget what these blocks hold."""
+        """Overwrite what these blocks hold."""
         self.tokens_PB[block_ids] = EMPTY
 
     def write_token(self, slot: int, position: int, token: int) -> None:
-        """`write` for one token, where simulations spend their time. Raises OracleViolation."""
+        """`write` for one token; simulations spend their time here. Raises OracleViolation."""
         block, offset = int(self._table_SM[slot, position // self._block_size]), position % self._block_size
         if block < 0:
             raise OracleViolation(f"slot {slot} writes {[position]} without a block")
@@ -93,7 +94,7 @@ class OracleStore:
         self.positions_PB[block, offset] = position
 
     def write(self, slot: int, start: int, tokens_T: np.ndarray) -> None:
-        """From position `start` on. Raises OracleViolation where the table leads to no block."""
+        """Write from position `start` on. Raises OracleViolation if the table has no block there."""
         positions_T = np.arange(start, start + len(tokens_T))
         blocks_T = self._table_SM[slot, positions_T // self._block_size]
         if blocks_T.min() < 0:
@@ -103,8 +104,8 @@ class OracleStore:
         self.positions_PB[blocks_T, offsets_T] = positions_T
 
     def read(self, slot: int, num_tokens: int) -> int | None:
-        """The state after so many tokens: the sum over everything that the table leads to; None where a NaN is among
-        it. Raises OracleViolation."""
+        """The state after this many tokens: the sum over everything that the table leads to; None if a NaN is among it.
+        Raises OracleViolation."""
         blocks = self._table_SM[slot, : -(-num_tokens // self._block_size)]
         if blocks.min() < 0:
             raise OracleViolation(f"slot {slot} reads {num_tokens} tokens through {blocks.tolist()}")
@@ -131,8 +132,8 @@ def mix_tokens(tokens_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
 class OracleRow:
     """The request in a slot.
 
-    token_ids: prompt and output. is_suspect: a step failed or gave NaN, so that its tokens are no longer what plans
-    assume. pooled_D: float64, of num_pooled states.
+    token_ids: prompt and output. is_suspect: a step failed or gave NaN, so its tokens are no longer what plans assume.
+    pooled_D: float64, sum of num_pooled states.
     """
 
     token_ids: list[int]
@@ -146,12 +147,12 @@ class OracleRow:
 
     @property
     def num_output_tokens(self) -> int:
-        """What came after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_ids(self) -> list[int]:
-        """The same, as tokens."""
+        """The tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -160,11 +161,11 @@ class OracleRow:
         return (self.pooled_D / self.num_pooled).astype(np.float32)
 
     def is_nan_at(self, num_tokens: int, faults: OracleFaults) -> bool:
-        """Whether its activations are NaN once so many of its tokens are in the cache."""
+        """Whether its activations are NaN once num_tokens of its tokens are in the cache."""
         return self.has_nan_token and num_tokens - self.num_prompt_tokens >= faults.nan_output_index
 
     def pool(self, state: int | None) -> None:
-        """The state after its next token; None: NaN. With LAST_TOKEN only the last one counts."""
+        """Add the state after its next token; None: NaN. With LAST_TOKEN only the last one counts."""
         vector_D = np.full(EMBEDDING_WIDTH, np.nan) if state is None else np.asarray(state_vector(state))
         if self.pooling is Pooling.MEAN:
             self.pooled_D, self.num_pooled = self.pooled_D + vector_D, self.num_pooled + 1
@@ -206,7 +207,7 @@ class OracleRunner:
         self._faults = faults or OracleFaults()
 
     def launch(self, plan: StepPlan) -> None:
-        """Take the plan; it is executed by ``collect``."""
+        """Take the plan; ``collect`` executes it."""
         if len(self._launched) >= self.max_in_flight:
             raise OracleViolation(f"step {plan.step} is one more in flight than {self.max_in_flight}")
         if self._awaits_masks:
@@ -251,10 +252,10 @@ class OracleRunner:
         return result
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def poison(self, block_ids: np.ndarray) -> None:
-        """Forget what these blocks hold: for tests that know which blocks are free."""
+        """Overwrite what these blocks hold: for tests that know which blocks are free."""
         self.store.poison(block_ids)
 
     # ------------------------------------------------------------ differences
@@ -334,14 +335,14 @@ class OracleRunner:
         )
 
     def _state_of(self, slot: int) -> int | None:
-        """After all of its tokens; None where that is NaN, and then nothing of the row counts any more."""
+        """The state after all of its tokens; None if that is NaN, after which nothing of the row counts."""
         row = self._rows[slot]
         state = None if row.is_suspect else self.store.read(slot, len(row.token_ids))
         row.is_suspect = state is None
         return state
 
     def _choose(self, row: OracleRow, state: int, allowed: list[int] | None) -> int | None:
-        """The next token; None where the request forbids all. allowed: by its grammar."""
+        """The next token; None if the request forbids all. allowed: by its grammar."""
         sampling, output_index = row.sampling, row.num_output_tokens
         output = row.output_ids if sampling.bad_words else ()
         if allowed is None:
@@ -349,7 +350,7 @@ class OracleRunner:
         return choose_allowed(self._model, state, sampling, output_index, allowed, output)
 
     def _allowed(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Tokens by sampled row, for those with a grammar."""
+        """Allowed tokens by sampled row, for rows with a grammar."""
         masks = self._masks.pop(plan.step, None)
         if masks is None:
             return {}
@@ -357,7 +358,7 @@ class OracleRunner:
         return {index: bits_NV[n].nonzero()[0].tolist() for n, index in enumerate(masks.index_N.tolist())}
 
     def _logprobs(self, rows: dict[int, OracleRow]) -> dict[int, SlotLogprobs]:
-        """Of the newest token of the rows that want them."""
+        """Of the newest token of each row that wants them."""
         return {
             index: self._fake_logprobs(row.token_ids[-1], row.sampling.num_logprobs)
             for index, row in rows.items()
@@ -371,7 +372,7 @@ class OracleRunner:
         return [self._fake_logprobs(row.token_ids[index + 1], num_top) for index in range(chunk.start, end)]
 
     def _fake_logprobs(self, token: int, num_top: int) -> SlotLogprobs:
-        """Plausible and reproducible: the chosen token first, its neighbours behind it, each half as likely."""
+        """Plausible and reproducible: the chosen token first, then its neighbours, each half as likely."""
         scale = float(np.log(2.0))
         return SlotLogprobs(
             logprob=-scale,
@@ -381,7 +382,7 @@ class OracleRunner:
 
 
 def _exhausted_S(tokens: Mapping[int, int | None], num_sampled: int) -> np.ndarray | None:
-    """bool [S]: the rows for which no token is left; None where there is none such."""
+    """bool [S]: rows for which no token is left; None if there are none."""
     if None not in tokens.values():
         return None
     return np.asarray([index in tokens and tokens[index] is None for index in range(num_sampled)], np.bool_)

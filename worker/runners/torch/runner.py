@@ -48,8 +48,8 @@ OnNumerics = Callable[[int, NumericFinding], None]
 class RunnerRows:
     """What the runner knows of every slot, from plans alone: joins, block updates, sampled tokens.
 
-    Rows of numpy arrays, one per slot; entries past a row's length are stale. table_RM: int32 block ids,
-    -1 where unset. history: tokens. sampler: the parameters of each row.
+    Numpy arrays with one row per slot; entries past a row's length are stale. table_RM: int32 block ids, -1 if unset.
+    history: tokens. sampler: the parameters of each row.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunnerRows:
 
 
 class MissingBlock(RuntimeError):
-    """A plan writes where the slot has no block. Nothing was computed."""
+    """A plan writes to a slot that has no block there. Nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,8 +140,8 @@ def build_batch(plan: StepPlan, rows: RunnerRows, *, block_size: int, device: to
 
 
 def _sequences(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Slot (int32), first position and number of new tokens (int64) of each sequence; and the sequence (int64) after
-    which each sampled slot's token comes: forks have none of their own yet."""
+    """Slot (int32), first position and number of new tokens (int64) of each sequence; and, for each sampled slot, the
+    sequence (int64) after which its token comes: forks have no sequence of their own yet."""
     num_decodes = len(plan.decode_slots_S)
     chunks = np.asarray([(c.slot, c.start, c.num_tokens) for c in plan.prefill], np.int64).reshape(-1, 3)
     num_tokens = [(1 + len(c.forks)) * c.is_last for c in plan.prefill]
@@ -154,8 +154,8 @@ def _sequences(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
 
 def _slot_mapping(slot_T: np.ndarray, positions_T: np.ndarray, rows: RunnerRows, block_size: int) -> np.ndarray:
-    """int64: where each token's key and value go. A slot without a block there is a mistake of the plan, which must
-    not become a hole in the cache."""
+    """int64: where each token's key and value go. A slot without a block there is a defect of the plan, and must not
+    become a hole in the cache."""
     blocks_T = rows.table_RM[slot_T, positions_T // block_size].astype(np.int64)
     if blocks_T.min() < 0:
         bad = int(np.flatnonzero(blocks_T < 0)[0])
@@ -237,14 +237,14 @@ class TorchRunner:
             self._watch.attach()
 
     def launch(self, plan: StepPlan) -> None:
-        """Execute a step. What goes wrong in it is raised by the `collect` that belongs to it: its joins, updates and
-        copies have happened by then. Raises RunnerError where more steps are in flight than `max_in_flight`."""
+        """Execute a step. Its errors are raised by the `collect` that belongs to it; joins, updates and copies have
+        happened by then. Raises RunnerError if more than `max_in_flight` steps are in flight."""
         if len(self._in_flight) >= self.max_in_flight:
             raise RunnerError(f"step {plan.step} would be one more in flight than {self.max_in_flight}")
         self._in_flight.append(self._outcome(plan.step, lambda: self._execute(plan)))
 
     def constrain(self, masks: StepMasks) -> None:
-        """Choose the tokens of the newest launched step. What goes wrong is raised by its `collect`."""
+        """Choose the tokens of the newest launched step. Errors are raised by its `collect`."""
         unsampled = self._in_flight[-1]
         if isinstance(unsampled, _Unsampled):
             step = unsampled  # of this very type, inside the lambda too
@@ -252,7 +252,7 @@ class TorchRunner:
             self._in_flight[-1] = self._outcome(step.plan.step, lambda: self._choose(step, chosen))
 
     def collect(self) -> StepResult:
-        """The oldest launched step. Raises RunnerError, RunnerOutOfMemory, LookupError."""
+        """The result of the oldest launched step. Raises RunnerError, RunnerOutOfMemory, LookupError."""
         if not self._in_flight:
             raise LookupError("no step is in flight")
         outcome = self._in_flight.popleft()
@@ -264,7 +264,7 @@ class TorchRunner:
         return replace(outcome, num_copied_blocks=num_copied_blocks, copy_s=copy_s) if num_copied_blocks else outcome
 
     def measure_copies(self) -> float:
-        """Seconds for a block, one way; of idle blocks, there and back. Only where there are host blocks."""
+        """Seconds to copy a block, one way; measured on idle blocks, there and back. Requires host blocks."""
         assert self.host_blocks is not None
         num = min(16, self.host_blocks.num_blocks, self.config.num_blocks)
         pairs_C2 = np.repeat(np.arange(num, dtype=np.int32)[:, None], 2, axis=1)
