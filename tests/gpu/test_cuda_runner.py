@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.worker.cuda_runners import SAMPLING, WIDE, Hand, chunk, prompt, runner_pair, world
+from tests.support.worker.cuda_runners import SAMPLING, WIDE, Hand, prompt, runner_pair, world
+from tests.support.worker.hand_plans import chunk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -89,7 +90,8 @@ def test_memory_stays_where_it_was_after_many_steps() -> None:
 
 LOST = """
 import numpy as np, torch
-from tests.support.worker.cuda_runners import Hand, chunk, prompt, runner_pair
+from tests.support.worker.cuda_runners import Hand, prompt, runner_pair
+from tests.support.worker.hand_plans import chunk
 from octavo.worker.runners.cuda.runner import DeviceLost
 from octavo.worker.runners.cuda.graph_runner import Launching
 hand = Hand(runner_pair(launching=Launching.GRAPHS))

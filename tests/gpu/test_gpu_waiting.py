@@ -14,7 +14,8 @@ from octavo.model.kernels.sampling.mask import num_words
 from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.scheduler.plan import StepMasks, StepPlan
-from tests.support.worker.cuda_runners import VOCAB, Hand, chunk, prompt, runner_pair
+from tests.support.worker.cuda_runners import VOCAB, Hand, prompt, runner_pair
+from tests.support.worker.hand_plans import chunk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, source="unread here")

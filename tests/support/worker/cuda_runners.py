@@ -21,7 +21,8 @@ from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.interface import Runner
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepMasks, StepPlan, StepResult
+from octavo.worker.scheduler.plan import StepMasks, StepPlan, StepResult
+from tests.support.worker.hand_plans import PlanWriter
 from tests.support.worker.invariance import Limits
 from tests.support.worker.scheduling import World, WorldConfig
 
@@ -228,44 +229,25 @@ def world(
     return World(config)
 
 
-class Hand:
-    """Plans written by hand; blocks are dealt in a shuffled order."""
+class Hand(PlanWriter):
+    """A runner whose plans are written by hand; blocks are dealt in a shuffled order."""
 
     def __init__(self, runner: RunnerPair) -> None:
+        super().__init__(np.random.default_rng(0).permutation(64).tolist(), block_size=BLOCK)
         self.runner = runner
-        self.free = np.random.default_rng(0).permutation(64).tolist()
-        self.tables: dict[int, list[int]] = {}
-        self.new_requests: list[NewRequest] = []
-        self.updates: list[tuple[int, int, int]] = []
-        self.num_steps = 0
 
-    def join(self, slot: int, tokens: list[int], **sampling: object) -> None:
-        self.tables[slot] = []
-        params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
-        ids_T = np.asarray(tokens, np.int32)
-        join = NewRequest(
-            slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params
-        )
-        self.new_requests.append(join)
+    def join(self, slot: int, tokens: list[int], **sampling: object) -> None:  # type: ignore[override]
+        """See PlanWriter.join. sampling: greedy unless it says otherwise."""
+        super().join(slot, tokens, SamplingParams(**{"temperature": 0.0, **sampling}))  # type: ignore[arg-type]
 
-    def launch(self, *, decode: dict[int, int] | None = None, prefill: tuple[Chunk, ...] = (), **more: object) -> None:
-        decode = decode or {}
-        for slot, position in [*decode.items(), *((c.slot, c.start + c.num_tokens - 1) for c in prefill)]:
-            while len(self.tables[slot]) * BLOCK <= position:
-                self.updates.append((slot, len(self.tables[slot]), self.free[0]))
-                self.tables[slot].append(self.free.pop(0))
-        self.num_steps += 1
-        plan = StepPlan(
-            step=self.num_steps,
-            new_requests=tuple(self.new_requests),
-            block_updates_U3=np.asarray(self.updates, np.int32).reshape(-1, 3),
-            prefill=prefill,
-            decode_slots_S=np.asarray(list(decode), np.int32),
-            decode_positions_S=np.asarray(list(decode.values()), np.int32),
-            **more,  # type: ignore[arg-type]
-        )
-        self.new_requests, self.updates = [], []
-        self.runner.launch(plan)
+    def launch(self, **what: Any) -> None:
+        """Launch the plan of these arguments."""
+        self.runner.launch(self.plan(**what))
+
+    def step(self, **what: Any) -> list[int]:
+        """Launch, collect, and return the tokens."""
+        self.launch(**what)
+        return self.runner.collect().tokens_S.tolist()
 
     @staticmethod
     def bare(step: int, decode: dict[int, int]) -> StepPlan:
@@ -275,14 +257,6 @@ class Hand:
             decode_slots_S=np.asarray(list(decode), np.int32),
             decode_positions_S=np.asarray(list(decode.values()), np.int32),
         )
-
-    def step(self, **what: object) -> list[int]:
-        self.launch(**what)  # type: ignore[arg-type]
-        return self.runner.collect().tokens_S.tolist()
-
-
-def chunk(slot: int, start: int, num_tokens: int, *, last: bool = True) -> Chunk:
-    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=last)
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -26,7 +26,8 @@ from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.scheduler.plan import StepMasks, StepResult
 from tests.support.model.interpreter import convert_to_e4m3_as_devices_do, cut_decodes_coarsely
 from tests.support.model.ranks import cut
-from tests.support.worker.cuda_runners import BLOCK, CONFIG, DEVICE, SAMPLING, VOCAB, Hand, chunk, prompt, random_model
+from tests.support.worker.cuda_runners import BLOCK, CONFIG, DEVICE, SAMPLING, VOCAB, Hand, prompt, random_model
+from tests.support.worker.hand_plans import chunk
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False, "vocab_size": 128, "hidden_size": 64,
          "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -1,6 +1,7 @@
 """The torch runner on plans made by hand: whole results, isolation of rows, errors."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from octavo.wire.messages import SamplingParams
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from octavo.worker.scheduler.plan import StepPlan
 from tests.support.model import slow_sampler
+from tests.support.worker.hand_plans import PlanWriter, chunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,11 +45,13 @@ def model() -> CausalLM:
     return model
 
 
-class Hand:
+class Hand(PlanWriter):
     """A runner whose plans are written by hand. Blocks are dealt in a shuffled order; a pool of NaN shows any read of
     what was not written."""
 
     def __init__(self, model: CausalLM, *, max_in_flight: int = 1, numerics_limit: float | None = None) -> None:
+        order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0))
+        super().__init__(order.tolist(), block_size=BLOCK)
         self.findings: list[tuple[int, NumericFinding]] = []
         config = TorchRunnerConfig(
             num_blocks=NUM_BLOCKS,
@@ -62,51 +66,16 @@ class Hand:
         self.runner = TorchRunner(model, config, on_numerics=lambda *found: self.findings.append(found))
         self.runner.kv.k_pool_LPKBH.fill_(torch.nan)
         self.runner.kv.v_pool_LPKBH.fill_(torch.nan)
-        self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
-        self.tables: dict[int, list[int]] = {}
-        self.updates: list[tuple[int, int, int]] = []
-        self.new_requests: list[NewRequest] = []
-        self.num_steps = 0
 
-    def join(
+    def join(  # type: ignore[override]
         self, slot: int, tokens: list[int], *, num_prompt: int | None = None, sampling: SamplingParams = GREEDY
     ) -> None:
         self.free += self.tables.pop(slot, [])
-        self.tables[slot] = []
-        ids_T = np.asarray(tokens, np.int32)
-        num_prompt = len(tokens) if num_prompt is None else num_prompt
-        join = NewRequest(
-            slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=num_prompt, sampling=sampling
-        )
-        self.new_requests.append(join)
+        super().join(slot, tokens, sampling, num_prompt=num_prompt)
 
-    def plan(self, *, decode: dict[int, int] | None = None, prefill: list[Chunk] | None = None) -> StepPlan:
-        """decode: slot -> position."""
-        decode, prefill = decode or {}, prefill or []
-        ends = [*decode.items(), *((chunk.slot, chunk.start + chunk.num_tokens - 1) for chunk in prefill)]
-        for slot, position in ends:
-            while len(self.tables[slot]) * BLOCK <= position:
-                self.updates.append((slot, len(self.tables[slot]), self.free[0]))
-                self.tables[slot].append(self.free.pop(0))
-        self.num_steps += 1
-        plan = StepPlan(
-            step=self.num_steps,
-            new_requests=tuple(self.new_requests),
-            block_updates_U3=np.asarray(self.updates, np.int32).reshape(-1, 3),
-            prefill=tuple(prefill),
-            decode_slots_S=np.asarray(list(decode), np.int32),
-            decode_positions_S=np.asarray(list(decode.values()), np.int32),
-        )
-        self.new_requests, self.updates = [], []
-        return plan
-
-    def step(self, **what: object) -> list[int]:
-        self.runner.launch(self.plan(**what))  # type: ignore[arg-type]
+    def step(self, **what: Any) -> list[int]:
+        self.runner.launch(self.plan(**what))
         return self.runner.collect().tokens_S.tolist()
-
-
-def chunk(slot: int, start: int, num_tokens: int, *, last: bool = True) -> Chunk:
-    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=last)
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
 from octavo.worker.runners.cuda.staging import MixedLayout, MixedShapes, worst_layout
 from octavo.worker.scheduler.plan import Chunk, StepPlan
-from tests.support.worker.cuda_runners import chunk
+from tests.support.worker.hand_plans import chunk
 
 SHAPES = MixedShapes.of(max_slots=12, max_batch_tokens=100)
 

@@ -13,17 +13,8 @@ from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.model.interpreter import WARNINGS, convert_to_e4m3_as_devices_do
-from tests.support.worker.cuda_runners import (
-    BLOCK,
-    CONFIG,
-    DEVICE,
-    VOCAB,
-    Hand,
-    RunnerPair,
-    chunk,
-    prompt,
-    random_model,
-)
+from tests.support.worker.cuda_runners import BLOCK, CONFIG, DEVICE, VOCAB, Hand, RunnerPair, prompt, random_model
+from tests.support.worker.hand_plans import chunk
 
 pytestmark = WARNINGS
 LAUNCHING = Launching.GRAPHS if DEVICE == "cuda" else Launching.EAGER

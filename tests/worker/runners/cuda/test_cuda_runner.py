@@ -12,7 +12,8 @@ from octavo.worker.runners.cuda.graph_runner import batch_sizes
 from octavo.worker.runners.interface import RunnerError
 from octavo.worker.scheduler.plan import Chunk, Slot, StepMasks, StepPlan
 from tests.support.model.interpreter import WARNINGS
-from tests.support.worker.cuda_runners import SAMPLING, VOCAB, Hand, chunk, prompt, runner_pair, world
+from tests.support.worker.cuda_runners import SAMPLING, VOCAB, Hand, prompt, runner_pair, world
+from tests.support.worker.hand_plans import chunk
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 
