@@ -29,13 +29,13 @@ def usage(what: str, numbers: str, change: str) -> CliError:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like this one, None where nothing comes near."""
+    """The known name most similar to this one; None if none is similar enough."""
     by_lower = {each.lower(): each for each in known}
     found = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
-    """A line of advice: the nearest name, or what to do where there is none."""
+    """A line of advice: the nearest name, or else what to do instead."""
     found = nearest(name, known)
     return f"did you mean {found}?" if found else otherwise

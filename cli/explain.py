@@ -91,7 +91,7 @@ _OF_SETTINGS = frozenset({"EndpointError", "AddressError", "KeyFileError", "Trac
 
 
 def explain(error: BaseException) -> CliError:
-    """What to tell of any exception."""
+    """The three lines for any exception."""
     if isinstance(error, CliError):
         return error
     name = type(error).__name__
@@ -129,7 +129,7 @@ def explain(error: BaseException) -> CliError:
 
 
 def _limit(error: BaseException) -> tuple[str, str] | None:
-    """Which limit of the system it is about, if any."""
+    """The system limit that the error is about, if any."""
     if isinstance(error, OSError) and error.errno in _LIMITS:
         return _LIMITS[error.errno]
     if isinstance(error, RuntimeError | ImportError | OSError):
@@ -138,7 +138,8 @@ def _limit(error: BaseException) -> tuple[str, str] | None:
 
 
 def _disk_full(error: BaseException | None) -> OSError | None:
-    """The error, or a cause of it, that says so: what came of it (a half download, say) is no news then."""
+    """The error, or a cause of it, that says that the disk is full; its consequences (such as a half download) need no
+    mention then."""
     for _ in range(8):
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
@@ -147,7 +148,7 @@ def _disk_full(error: BaseException | None) -> OSError | None:
 
 
 def show_error(error: CliError) -> None:
-    """Three lines on stderr."""
+    """Print the three lines on stderr."""
     text = Text()
     text.append("error: ", "bold red").append(error.what + "\n", "bold")
     text.append(f"  {error.numbers}\n").append(f"  → {error.change}", "green")
@@ -167,7 +168,7 @@ def _of_command_line(error: BaseException) -> CliError:
 
 
 def _of_call(error: BaseException) -> CliError:
-    """An OctavoError."""
+    """The three lines of an OctavoError."""
     message, reason, code = (getattr(error, name, "") for name in ("message", "reason", "code"))
     fields = "; ".join(f"{each.field}: {each.description}" for each in getattr(error, "violations", ()))
     if not reason and getattr(code, "name", "") == "UNAVAILABLE":

@@ -24,18 +24,18 @@ _COLUMN = 34  # where descriptions begin, in a terminal that is wide enough
 
 
 class PlainCommand(TyperCommand):
-    """A command with such a help."""
+    """A command whose help has this layout."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write it."""
+        """Write the help."""
         formatter.write(_page(_usage(self, ctx), _description(self), _panels(self, ctx)))
 
 
 class PlainGroup(TyperGroup):
-    """Commands with such a help."""
+    """A group of commands whose help has this layout."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write it."""
+        """Write the help."""
         panels = [*_panels(self, ctx), *_commands(self, ctx)]
         formatter.write(_page(_usage(self, ctx), _description(self), panels))
 
@@ -105,7 +105,7 @@ def _columns() -> int:
 
 
 def _lines(flags: str, about: str, width: int) -> Iterator[str]:
-    """One row: beside the flags where there is room for it, else below."""
+    """One row: the description beside the flags if there is room, else below them."""
     head = " " * _INDENT + flags
     column = _COLUMN if width >= 2 * _COLUMN else 2 * _INDENT + 2
     space = " " * column
@@ -118,5 +118,5 @@ def _lines(flags: str, about: str, width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int, indent: str) -> str:
-    """Never within a word: flags and variables stay whole, whatever the width."""
+    """Never breaks a word: flags and variables stay whole at any width."""
     return textwrap.fill(text, max(width, 10), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

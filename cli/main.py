@@ -25,20 +25,21 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Python has None for a stream that its parent closed (`<&-`), which no library expects."""
+    """Replace streams that the parent closed (`<&-`): Python has None for those, which no library expects."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (with the lowest number that is free: its own)
 
 
 def _print_what_can_be(stream: object) -> None:
-    """A locale without UTF-8 has no box lines, no × and not all that a model writes: `?` stands for those then."""
+    """Print `?` for characters that the locale cannot encode: without UTF-8 there are no box lines, no ×, and not
+    everything that a model writes."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="replace")
 
 
 def _leave_a_removed_folder() -> None:
-    """Nothing can be loaded from a working directory that somebody removed: libraries (MKL) end the process there."""
+    """Change to another folder if the working directory was removed: libraries (MKL) abort the process there."""
     try:
         os.getcwd()
     except OSError:
@@ -46,8 +47,8 @@ def _leave_a_removed_folder() -> None:
 
 
 def _flushed(code: int) -> int:
-    """The exit code once all is written. Python, which would do it later, ends with two lines of its own and 120 where
-    that cannot be. A reader that has gone (`| head`) had what it wanted; a log is nobody's result."""
+    """The exit code after flushing the output. Python would flush at exit, and on failure print two lines and exit with
+    120. A failure to write to a reader that has gone (`| head`) does not count, nor does one to write the log."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Whether it is a pipe that nobody reads any more: what could not be written is not kept, to be tried again."""
+    """Whether it is a pipe that nobody reads any more; then what could not be written is discarded."""
     poll = select.poll()
     try:
         poll.register(stream, 0)

@@ -30,7 +30,7 @@ PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A stage, and how much of it is done; None where there is nothing to count. unit: "bytes", or "" for pieces."""
+    """A stage, and how much of it is done; None if there is nothing to count. unit: "bytes", or "" for items."""
 
     stage: str
     done: float | None = None
@@ -39,7 +39,7 @@ class Step:
 
 
 class Bars:
-    """A row for each name on a terminal. Every stage begins with a bar of its own: nothing stays of the one before."""
+    """One row per name on a terminal. Every stage starts with a new bar."""
 
     def __init__(self, console: Console, labels: Mapping[str, str], *, stage: str = "starting") -> None:
         self.progress = _progress(console)
@@ -49,7 +49,7 @@ class Bars:
         self.progress.start()
 
     def show(self, name: str, step: Step) -> None:
-        """Where this row is now; a name without a row changes nothing."""
+        """Update the row of this name; an unknown name is ignored."""
         if name not in self._tasks:
             return
         task_id, stage = self._tasks[name], step.stage.replace("_", " ")
@@ -61,7 +61,7 @@ class Bars:
         self.progress.update(task_id, completed=step.done, total=step.total)
 
     def close(self) -> None:
-        """Take the rows away."""
+        """Remove the rows."""
         self.progress.stop()
 
     def _task(self, task_id: TaskID) -> Task:
@@ -70,13 +70,13 @@ class Bars:
 
 @dataclass(slots=True)
 class PlainSteps:
-    """Lines for a file or a pipe: the begin and the end of each stage, and one every two seconds between."""
+    """Lines for a file or a pipe: the beginning and the end of each stage, and one every two seconds in between."""
 
     clock: Callable[[], float] = time.monotonic
     _rows: dict[str, "_Row"] = field(default_factory=dict)
 
     def line(self, name: str, step: Step) -> str | None:
-        """What to write of this step; None where the last line is too fresh, or says it already."""
+        """The line to write for this step; None if the last one is too recent, or the same."""
         now_s = self.clock()
         row = self._rows.get(name)
         if row is None or row.stage != step.stage:
@@ -100,7 +100,7 @@ class _Row:
 
 
 def figures_of(step: Step, *, rate: float | None, left_s: float | None) -> str:
-    """Amount, rate per second, time left: as far as they are known."""
+    """Amount, rate per second and time left, as far as they are known."""
     if step.done is None:
         return ""
     parts = [_amount(step)]
@@ -110,7 +110,7 @@ def figures_of(step: Step, *, rate: float | None, left_s: float | None) -> str:
 
 
 def shown_bytes(count: float) -> str:
-    """As 1.5 GB: decimal, as hubs and disks count."""
+    """For example 1.5 GB: decimal units, as hubs and disks use."""
     for size, unit in _UNITS:
         if count >= size:
             return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"
@@ -118,7 +118,7 @@ def shown_bytes(count: float) -> str:
 
 
 def shown_time(seconds: float) -> str:
-    """As 0:01:09."""
+    """For example 0:01:09."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
@@ -135,7 +135,7 @@ def _is_end(step: Step) -> bool:
 
 
 class _Spinner(SpinnerColumn):
-    """Turns as long as the row is there: what was counted to its end is not at its end, the next stage follows."""
+    """Spins as long as the row exists: when one stage's count is complete, the next stage follows."""
 
     def render(self, task: Task) -> RenderableType:
         return self.spinner.render(task.get_time())
@@ -152,8 +152,8 @@ class _Figures(ProgressColumn):
 
 
 def _progress(console: Console) -> Progress:
-    """Columns as wide as their longest content, so that nothing jumps; where the terminal is narrow, labels give way,
-    and there is no bar beside the figures."""
+    """Columns as wide as their longest content, so that nothing jumps. On a narrow terminal, labels are shortened and
+    there is no bar beside the figures."""
     is_wide = console.width >= 110
     label = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     stage = Column(no_wrap=True, overflow="ellipsis", width=20)

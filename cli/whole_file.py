@@ -11,14 +11,14 @@ from typing import TextIO
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Raises OSError; then the file is as it was."""
+    """Replace the file. Raises OSError; then it is unchanged."""
     with _replacing(path) as file:
         file.write(text)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """The same, and it is on the disk when this returns, also where the power fails then. It belongs to whom the
-    old one belonged, who is another where root writes it. Raises OSError."""
+    """`write_whole`, and the content is on disk when this returns, even if the power fails then. Keeps the file's
+    owner, also if root writes it. Raises OSError."""
     with _replacing(path) as file:
         with suppress(FileNotFoundError):
             before = path.stat()

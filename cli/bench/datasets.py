@@ -30,8 +30,8 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. num_output: tokens at most, or exactly, whatever the model says. due_s: seconds after the first one
-    of its trace; None where the dataset has no times."""
+    """One request. num_output: the most tokens, or exactly that many, whatever the model says. due_s: seconds after the
+    trace's first request; None if the dataset has no times."""
 
     prompt: GenerateFields
     num_output: int
@@ -41,7 +41,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of prompts and outputs where the dataset does not say; range_ratio: how far drawn ones are from them."""
+    """Tokens of prompts and outputs if the dataset does not say. range_ratio: how far drawn lengths deviate from
+    them."""
 
     num_prompt: int
     num_output: int
@@ -49,7 +50,7 @@ class Lengths:
 
 
 def random_asks(count: int, lengths: Lengths, *, vocab_size: int, seed: int) -> list[Ask]:
-    """Prompts of random ids."""
+    """Requests with prompts of random ids."""
     dice = random.Random(seed)
 
     def draw(length: int) -> int:
@@ -63,7 +64,7 @@ def random_asks(count: int, lengths: Lengths, *, vocab_size: int, seed: int) -> 
 def read_asks(
     path: Path, count: int, lengths: Lengths, *, vocab_size: int, seed: int, count_tokens: CountTokens
 ) -> list[Ask]:
-    """So many of a file, from its begin again where it has fewer; a trace is never longer than its file. Raises
+    """`count` requests from a file, which starts over if it has fewer; a trace is never longer than its file. Raises
     CliError."""
     rows = _rows(path)
     if not rows:
@@ -158,7 +159,7 @@ def _from_trace(path: Path, rows: Sequence[Any], *, vocab_size: int, seed: int) 
 
 
 def _seconds(stamp: object) -> float:
-    """Of a date with a clock, or of milliseconds."""
+    """Seconds from a date with a time, or from milliseconds."""
     if isinstance(stamp, int | float):
         return stamp / 1000
     return datetime.fromisoformat(str(stamp)[:26]).timestamp()

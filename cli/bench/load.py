@@ -30,7 +30,7 @@ TOLD_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request, and when it is due: seconds after the start."""
+    """A request and when it is due, in seconds after the start."""
 
     fields: GenerateFields
     due_s: float = 0.0
@@ -39,7 +39,7 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of a request. begin_s: after the start. arrivals_s: of each message with output, after begin_s.
-    error: the reason where it failed, else empty."""
+    error: the reason if it failed, else empty."""
 
     begin_s: float
     latency_s: float
@@ -51,15 +51,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All outcomes of a run, and how busy the busiest client process was, 0 to 1."""
+    """All outcomes of a run, and the CPU use of the busiest client process, 0 to 1."""
 
     outcomes: list[Outcome]
     client_cpu_share: float
 
 
 def due_times(count: int, rate: float, burstiness: float, *, seed: int) -> list[float]:
-    """Arrivals of so many requests a second on average: gaps of a gamma distribution, burstiness its shape: 1 is a
-    Poisson process, less is more bursty, more is more even. rate inf: all at once."""
+    """Arrival times for `rate` requests a second on average. Gaps follow a gamma distribution with shape `burstiness`:
+    1 is a Poisson process, less is more bursty, more is more even. rate inf: all at once."""
     if math.isinf(rate):
         return [0.0] * count
     dice, now_s, times = random.Random(seed), 0.0, []
@@ -77,7 +77,8 @@ async def drive(
     timeout_s: float | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Send every job when it is due, with at most so many in flight: one that waits for its turn is not timed yet."""
+    """Send every job when it is due, with at most max_concurrency in flight; a job that waits for its turn is not timed
+    yet."""
     turns = asyncio.Semaphore(max_concurrency or len(jobs) or 1)
     start_s = time.perf_counter()
 
@@ -120,8 +121,8 @@ def run_load(
     timeout_s: float | None,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> Measured:
-    """Drive the jobs from so many client processes. on_done: called with how many requests have ended. Raises CliError
-    where a client process dies."""
+    """Drive the jobs from this many client processes. on_done: called with the number of requests that have ended.
+    Raises CliError if a client process dies."""
     count = max(1, min(processes, len(jobs), max_concurrency or len(jobs)))
     shares = [(max_concurrency or 0) // count + (index < (max_concurrency or 0) % count) for index in range(count)]
     context = mp.get_context("spawn")
@@ -177,7 +178,8 @@ def _receive(link: Connection) -> Any:
 def _client_process(
     link: Connection, settings: CallSettings, jobs: Sequence[Job], max_concurrency: int | None, timeout_s: float | None
 ) -> None:
-    """Says ready, waits for the word, tells how many have ended, then all outcomes."""
+    """Reports that it is ready, waits for the start signal, reports how many requests have ended, and finally all
+    outcomes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends us
     at_once = min(max_concurrency or len(jobs), len(jobs))
     num_connections = min(at_once, MAX_CONNECTIONS, max(4, -(-at_once // STREAMS_PER_CONNECTION)))
@@ -225,7 +227,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def peak(spans: Sequence[tuple[float, float]]) -> int:
-    """How many of these [begin, end) overlap at most."""
+    """How many of these intervals [begin, end) overlap at most."""
     return max(_running(spans), default=0)
 
 

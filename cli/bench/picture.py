@@ -17,7 +17,7 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One diagram: lines by name over the same positions. labels: of positions, at most a dozen."""
+    """One diagram: named lines over the same positions. labels: of positions, at most a dozen."""
 
     title: str
     labels: Sequence[str]
@@ -25,7 +25,7 @@ class Panel:
 
 
 def picture(title: str, runs: Sequence[Figures], latencies_ms: dict[str, list[float]]) -> str:
-    """The whole file. latencies_ms: every value of the run, where it is the only one."""
+    """The whole SVG file. latencies_ms: every value, if there is a single run."""
     panels = _spread(latencies_ms) if len(runs) == 1 else _sweep(runs)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">',
@@ -54,7 +54,7 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 
 def _sweep(runs: Sequence[Figures]) -> list[Panel]:
-    """Throughput and latencies by what was changed from run to run."""
+    """Throughput and latencies against what was varied between the runs."""
     names = {"request_rate": "requests/s asked for", "max_concurrency": "requests at once"}
     changed = [name for name in names if len({str(run[name]) for run in runs}) > 1] or ["max_concurrency"]
     what = " × ".join(names[name] for name in changed)
@@ -103,7 +103,7 @@ def _draw(panel: Panel) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    """The next larger value among 1, 2, 2.5 and 5 times a power of ten."""
     size = 1.0
     while size < value:
         size *= 10

@@ -27,7 +27,7 @@ BUSY = 0.9  # of a core: above it a client process may be what is measured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a run was asked for. rate: requests a second; inf: all at once; nan: the times of a trace."""
+    """How a run was asked for. rate: requests a second; inf: all at once; nan: at the times of a trace."""
 
     rate: float
     burstiness: float
@@ -35,7 +35,7 @@ class Plan:
 
 
 def figures_of(plan: Plan, measured: Measured) -> Figures:
-    """The names of vLLM's JSON files. Latencies in milliseconds."""
+    """Figures by their names in vLLM's JSON files. Latencies in milliseconds."""
     good = [each for each in measured.outcomes if not each.error]
     duration_s = max((each.begin_s + each.latency_s for each in measured.outcomes), default=0.0)
     per_s = 1 / duration_s if duration_s else 0.0
@@ -78,7 +78,7 @@ def latencies_ms(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def _summary(name: str, values: Sequence[float]) -> Figures:
-    """Zeros where there is nothing, as vLLM has it."""
+    """Zeros if there are no values, as in vLLM."""
     array = np.array(values or [0.0])
     return {
         f"mean_{name}_ms": float(array.mean()),
@@ -89,7 +89,7 @@ def _summary(name: str, values: Sequence[float]) -> Figures:
 
 
 def _busiest_second(outcomes: Sequence[Outcome]) -> float:
-    """Output tokens of the second that had most, those of a request spread evenly over its messages."""
+    """Output tokens in the busiest second, with those of a request spread evenly over its messages."""
     tokens: Counter[int] = Counter()
     for each in outcomes:
         for arrival_s in each.arrivals_s:
@@ -123,7 +123,7 @@ def report(figures: Figures) -> str:
 
 
 def notes(figures: Figures) -> list[str]:
-    """What a reader must know of a run."""
+    """What a reader should know about a run."""
     reasons = figures["errors_by_reason"]
     assert isinstance(reasons, dict)
     found = [f"note: {count} requests failed: {reason}" for reason, count in sorted(reasons.items())]

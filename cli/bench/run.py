@@ -31,7 +31,7 @@ from octavo.v1 import model_pb2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """What is asked for. dataset: None draws random lengths. rates: requests a second, inf for all at once; empty takes
-    a trace's own times, else inf. ignore_eos: None where the dataset says whether lengths are exact."""
+    a trace's own times, else inf. ignore_eos: None if the dataset decides whether lengths are exact."""
 
     dataset: Path | None
     num_prompts: int
@@ -48,7 +48,7 @@ class Bench:
 
 
 def bench(settings: ClientSettings, asked: Bench) -> int:
-    """Print a table for each run; 1 where no request succeeded. Raises CliError, OctavoError."""
+    """Print a table for each run. Returns 1 if no request succeeded. Raises CliError, OctavoError."""
     _check_files(asked)
     console = Console(stderr=True, highlight=False)
     with connect(settings) as client:
@@ -85,7 +85,7 @@ def bench(settings: ClientSettings, asked: Bench) -> int:
 
 
 def _model(client: Client, settings: ClientSettings) -> model_pb2.ModelInfo:
-    """The one that was named, or the only one. Raises CliError."""
+    """The named model, or the only one. Raises CliError."""
     models = client.models()
     found = [each for each in models if settings.model_name in ("", each.name)]
     if len(found) == 1:
@@ -132,7 +132,7 @@ def _due(plan: Plan, asked: Bench, asks: Sequence[Ask]) -> list[float]:
 
 @contextmanager
 def _progress(console: Console, total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """How many requests have ended: a bar on a terminal, plain lines elsewhere."""
+    """Shows how many requests have ended: a bar on a terminal, plain lines elsewhere."""
     bars = Bars(console, {title: title}, stage="connecting") if console.is_terminal else None
     plain = PlainSteps()
 
@@ -151,7 +151,7 @@ def _progress(console: Console, total: int, title: str) -> Iterator[Callable[[in
 
 
 def _check_files(asked: Bench) -> None:
-    """Before anything is measured. Raises CliError."""
+    """Check that files can be written, before anything is measured. Raises CliError."""
     if asked.picture is not None and asked.picture.suffix != ".svg":
         raise usage("bad value for --picture", f"--picture is {asked.picture}", "give a file name that ends in .svg")
     for flag, path in (("--save", asked.save), ("--picture", asked.picture)):

@@ -48,7 +48,7 @@ def embed(settings: RequestSettings, texts: Sequence[str], *, pooling: str, norm
 
 
 def read_texts(words: Sequence[str]) -> list[str]:
-    """The arguments, or the lines of stdin for `-` or none. Raises CliError where there is no text."""
+    """The arguments, or the lines of stdin for `-` or none. Raises CliError if there is no text."""
     if list(words) not in ([], ["-"]):
         return list(words)
     texts = [] if sys.stdin.isatty() else [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
@@ -62,7 +62,7 @@ def _write(entry: dict[str, object]) -> None:
 
 
 def cancel(settings: CallSettings, request_id: str) -> int:
-    """Print what became of it; 0 where it was in flight, 1 where it was not, or may go on."""
+    """Print what became of the request. Returns 0 if it was in flight, 1 if it was not or may still be running."""
     with connect(settings) as client:
         response = client.cancel(request_id)
     print("cancelled" if response.found else "not in flight")  # noqa: T201
@@ -100,7 +100,7 @@ def show_models(settings: CallSettings, *, as_json: bool) -> int:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """Every field, also those that are empty; 64 bits as numbers, which protobuf's own JSON writes as text."""
+    """All fields, including empty ones; 64-bit integers as numbers, which protobuf's own JSON writes as text."""
     fields: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -113,14 +113,14 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def gateway_health(settings: HealthSettings, *, service: str) -> int:
-    """Print the state; 0 where it is SERVING. service: a gRPC service, or "" for the process as such."""
+    """Print the state. Returns 0 if it is SERVING. service: a gRPC service, or "" for the process as such."""
     state = _ask(settings, service)
     print(state)  # noqa: T201
     return 0 if state == "SERVING" else 1
 
 
 def worker_health(settings: HealthSettings) -> int:
-    """Print what the worker says of itself, or UNREACHABLE, as while it loads; 0 where it is ready."""
+    """Print what the worker reports, or UNREACHABLE, as while it loads. Returns 0 if it is ready."""
     address = join_address(reachable(settings.metrics_host), settings.worker_metrics_port)
     try:
         with _OPENER.open(f"http://{address}/ready", timeout=TIMEOUT_S) as answer:
@@ -134,7 +134,7 @@ def worker_health(settings: HealthSettings) -> int:
 
 
 def _ask(settings: HealthSettings, service: str) -> str:
-    """SERVING, NOT_SERVING, SERVICE_UNKNOWN, REFUSED (no key, or not the right one) or UNREACHABLE."""
+    """SERVING, NOT_SERVING, SERVICE_UNKNOWN, REFUSED (no key, or the wrong one) or UNREACHABLE."""
     options, metadata = channel_options_of(settings), metadata_of(settings)
     with open_channel(join_address(settings.host, settings.port), credentials_of(settings), options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -24,13 +24,13 @@ HELP = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C sto
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far. A turn that failed leaves nothing behind."""
+    """The turns so far. A failed turn is not kept."""
 
     system: str
     turns: list[tuple[str, str]] = field(default_factory=list)
 
     def messages(self, question: str) -> list[tuple[str, str]]:
-        """What to send for the next question."""
+        """The messages to send for the next question."""
         return [*([("system", self.system)] if self.system else []), *self.turns, ("user", question)]
 
     def add(self, question: str, answer: str) -> None:
@@ -107,7 +107,7 @@ def _answer(
 
 
 def _print_answer(stream: TextStream) -> str:
-    """Print as it comes; Ctrl-C ends the request and keeps what was said."""
+    """Print the answer as it comes. Ctrl-C ends the request and keeps what came so far."""
     pieces: list[str] = []
     try:
         for text in stream:

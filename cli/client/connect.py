@@ -12,7 +12,7 @@ Metadata = tuple[tuple[str, str], ...] | None
 
 
 def connect(settings: CallSettings) -> Client:
-    """The client; calls nothing yet. Raises CliError for files that cannot be read."""
+    """The client, which has not called anything yet. Raises CliError for files that cannot be read."""
     metadata_of(settings)
     return Client(
         join_address(settings.host, settings.port),
@@ -23,7 +23,8 @@ def connect(settings: CallSettings) -> Client:
 
 
 def connect_async(settings: CallSettings) -> AsyncClient:
-    """The same for asyncio, on a connection of its own: several of them are spread over the gateways of a service."""
+    """`connect` for asyncio, each with its own connection, so that several are spread over the gateways of a
+    service."""
     metadata_of(settings)
     return AsyncClient(
         join_address(settings.host, settings.port),
@@ -49,7 +50,7 @@ def credentials_of(settings: CallSettings) -> grpc.ChannelCredentials | None:
 
 
 def metadata_of(settings: CallSettings) -> Metadata:
-    """What every call carries. Raises CliError."""
+    """The metadata of every call. Raises CliError."""
     try:
         return call_metadata(settings.api_key)
     except ValueError as error:
@@ -57,5 +58,5 @@ def metadata_of(settings: CallSettings) -> Metadata:
 
 
 def channel_options_of(settings: CallSettings) -> list[tuple[str, str | int]]:
-    """Beside the client's own."""
+    """Options besides the client's own."""
     return [("grpc.ssl_target_name_override", settings.tls_server_name)] if settings.tls_server_name else []

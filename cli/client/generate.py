@@ -31,7 +31,7 @@ def prompt_fields(prompt: str, *, kind: str, system: str) -> GenerateFields:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Ids separated by commas or blanks. Raises CliError."""
+    """Ids separated by commas or spaces. Raises CliError."""
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() for word in words):
         raise usage("bad token ids", f"{text!r} is not a list of numbers", "write them as 1,2,3")
@@ -41,7 +41,7 @@ def parse_ids(text: str) -> list[int]:
 def generate(
     settings: ClientSettings, fields: GenerateFields, *, output: str, wants_receipt: bool, wants_json: bool
 ) -> int:
-    """Send the request and print what comes: text or ids as they come, or one JSON object at the end."""
+    """Send the request and print the result: text or ids as they come, or one JSON object at the end."""
     fields = GenerateFields(**request_fields(settings), **fields, output=output)
     with connect(settings) as client:
         try:
@@ -58,7 +58,7 @@ def generate(
 
 
 def _print_stream(stream: TextStream) -> None:
-    """One output as it comes; several when the last is complete, each under its number."""
+    """A single output as it comes; several once the last is complete, each under its number."""
     for delta in stream.deltas():
         if len(stream.outputs) == 1:
             _write(_shown(delta.text, delta.token_ids))

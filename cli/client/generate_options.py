@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def request_fields(settings: ClientSettings) -> "GenerateFields":
-    """Everything but the input; what is unset is left out, so that the model's defaults hold."""
+    """All fields but the input. Unset ones are left out, so that the model's defaults apply."""
     from octavo.client.requests import GenerateFields
 
     values = settings.model_dump()
@@ -70,8 +70,8 @@ def _read(path: Path, flag: str) -> str:
 
 
 def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> "GenerateFields":
-    """Fields of the same names; what is None, empty or False is left out. logit_bias: as ID=BIAS. allowed_ids: ids
-    separated by commas or blanks. Raises CliError."""
+    """Fields of the same names, without those that are None, empty or False. logit_bias: as ID=BIAS. allowed_ids: ids
+    separated by commas or spaces. Raises CliError."""
     fields = {name: value for name, value in given.items() if not (value is None or value is False or value == [])}
     if logit_bias:
         fields["logit_bias"] = dict(map(_bias, logit_bias))

@@ -39,7 +39,7 @@ def receipt_rows(finished: inference_pb2.Finished) -> list[tuple[str, str]]:
 
 
 def receipt_table(finished: inference_pb2.Finished) -> Table:
-    """For a terminal."""
+    """The receipt as a table for a terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column()
@@ -49,7 +49,7 @@ def receipt_table(finished: inference_pb2.Finished) -> Table:
 
 
 def receipt_line(finished: inference_pb2.Finished) -> str:
-    """In one line."""
+    """The receipt in one line."""
     rows = dict(receipt_rows(finished))
     names = ("tokens", "first token", "per token", "total", "finished")
     return " · ".join(f"{name} {rows[name]}" for name in names)

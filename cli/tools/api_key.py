@@ -13,8 +13,8 @@ HEADER = "# Octavo API keys. For the gateway only (0600); docs/security.md says 
 
 
 def add_api_key(name: str, file: Path, *, tenant: str | None, scopes: Sequence[str], expires: str | None) -> str:
-    """Add an entry and return the key. The file is replaced as a whole, so that a gateway never reads half of it.
-    Raises CliError, AccessFileError; then the file is as it was."""
+    """Add an entry and return the key. The file is replaced as a whole, so that gateways never read half of it. Raises
+    CliError, AccessFileError; then the file is unchanged."""
     key = new_key()
     entry = _entry(name, digest_of(key).hex(), tenant, scopes, expires)
     if file.exists():

@@ -17,7 +17,7 @@ NAME = "deterministic"
 
 
 def check_deterministic(settings: ServeSettings) -> list[Finding]:
-    """Nothing where the mode is not asked for."""
+    """Empty unless the mode is asked for."""
     if not settings.deterministic:
         return []
     try:
@@ -62,14 +62,14 @@ def examine(settings: ServeSettings) -> list[Finding]:
 
 
 def doctor(settings: ServeSettings) -> int:
-    """Print the findings; the exit code is 1 where one is bad."""
+    """Print the findings. Returns 1 if one of them is bad."""
     findings = examine(settings)
     Console().print(findings_table(findings))
     return 1 if any(each.verdict is Verdict.BAD for each in findings) else 0
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """One row each, with advice below what needs some."""
+    """One row each, followed by advice where it helps."""
     table = Table.grid(padding=(0, 1))
     table.add_column()
     table.add_column(style="bold")

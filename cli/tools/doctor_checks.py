@@ -32,7 +32,7 @@ MIN_SHM_BYTES = 64 * 2**20
 
 
 class Verdict(Enum):
-    """How a finding is meant."""
+    """How serious a finding is."""
 
     GOOD = "good"
     WARNING = "warning"
@@ -41,7 +41,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report; advice where there is something to do."""
+    """One line of the report, with advice if there is something to do."""
 
     name: str
     verdict: Verdict
@@ -109,7 +109,7 @@ def check_torch() -> list[Finding]:
 
 
 def check_memory() -> Finding:
-    """Main memory that is free."""
+    """Free main memory."""
     available, total = available_bytes(), psutil.virtual_memory().total
     is_good = available > 2 * GIB
     return Finding(
@@ -121,7 +121,7 @@ def check_memory() -> Finding:
 
 
 def available_bytes() -> int:
-    """Main memory as a worker counts it: a container's limit may leave less than the host has."""
+    """Main memory as a worker counts it: a container's limit may be lower than the host's memory."""
     try:
         from octavo.worker.loading.memory import available_host_bytes
     except ImportError:  # without torch
@@ -144,7 +144,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_run_folder(settings: ServeSettings) -> Finding:
-    """The run directory is ours alone, or can be made."""
+    """The run directory is ours alone, or can be created."""
     folder = settings.run_dir or default_run_dir()
     if not folder.exists():
         return Finding(name="run directory", verdict=Verdict.GOOD, detail=f"{folder} will be made")
@@ -174,7 +174,7 @@ def check_ports(settings: ServeSettings) -> list[Finding]:
 
 
 def check_certificates(settings: ServeSettings) -> list[Finding]:
-    """That the certificates can be used, and for a while; nothing without TLS."""
+    """Whether the certificates can be used, and for how long; empty without TLS."""
     name = "certificates"
     files = {CERT_FILE: settings.tls_cert_file, CLIENT_CA_FILE: settings.tls_client_ca_file}
     if not any(files.values()) and settings.tls_key_file is None:
@@ -214,7 +214,7 @@ def check_file_limit() -> Finding:
 
 
 def check_variables() -> list[Finding]:
-    """Variables that look like ours, and are not."""
+    """Environment variables that look like ours but are not."""
     return [
         Finding(name="environment", verdict=Verdict.WARNING, detail=f"{name} is no setting", advice=advice)
         for name, advice in unknown_variables()
@@ -241,7 +241,7 @@ NAME = "instructions"
 
 
 def check_cpu(settings: ServeSettings) -> list[Finding]:
-    """Before torch is imported, from which the settings may hide instructions."""
+    """Call before torch is imported, since the settings may hide instructions from it."""
     if settings.cpu_isa != "auto":
         os.environ[variable_of("cpu_isa")] = settings.cpu_isa
     try:

@@ -16,7 +16,7 @@ KERNEL_CACHE_BYTES = 64 << 20
 
 
 def check_models(settings: ServeSettings) -> list[Finding]:
-    """Everything that has to be there to serve them."""
+    """Everything needed to serve them."""
     found = [_told("device", lambda: check_device(settings.device), f"--device {settings.device} can be had")]
     found.append(_told("models", lambda: check_names(settings.model), f"{len(settings.model)} with names of their own"))
     for model in settings.model:
@@ -58,7 +58,7 @@ def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
 
 
 def _check_text(folder: Path) -> list[Finding]:
-    """Nothing where gateways can read and write the model's text, and chats have a template."""
+    """Empty if gateways can tokenize and detokenize the model's text, and it has a chat template."""
     from octavo.gateway.text.chat_template import ChatInput
     from octavo.gateway.text.errors import TextError
     from octavo.gateway.text.model_text import ModelText
@@ -79,7 +79,7 @@ def _check_text(folder: Path) -> list[Finding]:
 
 
 def _check_files(folder: Path, settings: ServeSettings) -> None:
-    """What a worker would refuse before it reads a weight. Raises CheckpointError."""
+    """What a worker checks before it reads any weight. Raises CheckpointError."""
     from octavo.model.checkpoint.loading import check_checkpoint
     from octavo.model.config import load_config
 
@@ -90,7 +90,8 @@ def _check_files(folder: Path, settings: ServeSettings) -> None:
 
 
 def _check_products(folder: Path, checkpoint: str, settings: ServeSettings) -> list[Finding]:
-    """Nothing where a CPU can multiply as is asked for, which a worker sees once it has the weights; and on a GPU."""
+    """Empty if a CPU supports the products asked for, which a worker only finds out once it has the weights; always
+    empty on a GPU."""
     try:
         if pick_device(settings.device) == "cpu":
             multiply_on_a_cpu(folder, settings)
@@ -126,14 +127,14 @@ def multiply_on_a_cpu(folder: Path, settings: ServeSettings | WorkerSettings) ->
 
 
 def _is_hubs(checkpoint: str) -> bool:
-    """Whether it is the id of a repository, not a folder."""
+    """Whether it is a repository id rather than a folder."""
     from octavo.model.checkpoint.source import HUB_ID
 
     return HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).is_dir()
 
 
 def _check_cut(folder: Path, checkpoint: str, size: int) -> list[Finding]:
-    """Nothing where a worker has one rank."""
+    """Empty if a worker has one rank."""
     if size == 1:
         return []
     from octavo.worker.loading.group import CannotBeCut, check_cut
@@ -146,7 +147,7 @@ def _check_cut(folder: Path, checkpoint: str, size: int) -> list[Finding]:
 
 
 def _check_download(checkpoint: str, revision: str | None) -> list[Finding]:
-    """The hub answers, and its cache has room for what is to be fetched."""
+    """The hub answers, and its cache has room for what must be downloaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -163,7 +164,7 @@ def _check_download(checkpoint: str, revision: str | None) -> list[Finding]:
 
 
 def _check_disk(name: str, folder: Path, num_bytes: int, advice: str) -> Finding:
-    """That so many bytes can be written there; the folder need not exist yet."""
+    """Whether that many bytes can be written there; the folder need not exist yet."""
     there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
     free = shutil.disk_usage(there).free
     if not os.access(there, os.W_OK):
@@ -178,7 +179,7 @@ def _check_disk(name: str, folder: Path, num_bytes: int, advice: str) -> Finding
 
 
 def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
-    """Main memory for the weights of each worker, unless a GPU has them."""
+    """Main memory for the weights of each worker, unless they are on a GPU."""
     available, wanted = available_bytes(), num_bytes * settings.workers
     if settings.device.startswith("cuda"):
         return Finding(name="weights", verdict=Verdict.GOOD, detail=f"{_gib(num_bytes)}, into the GPU's memory")
@@ -192,7 +193,7 @@ def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
 
 
 def _check_kernel_cache() -> Finding:
-    """Where compiled kernels are kept."""
+    """The folder for compiled kernels."""
     from octavo.model.cache_folder import CacheUnusable, cache_folder
 
     advice = "set XDG_CACHE_HOME to a folder that can be written to"
@@ -205,7 +206,7 @@ def _check_kernel_cache() -> Finding:
 
 
 def _check_kernels(settings: ServeSettings) -> list[Finding]:
-    """A compiler and what it makes. Without them torch serves, slower: a warning."""
+    """A compiler and the kernels that it makes. Without them torch serves, more slowly: a warning."""
     if settings.device.startswith("cuda"):
         return []
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

@@ -11,7 +11,7 @@ SLOW_SUM_S = 0.002
 
 
 def check_ranks(settings: ServeSettings) -> list[Finding]:
-    """Nothing where a worker has one rank."""
+    """Empty if a worker has one rank."""
     size = settings.tensor_parallel_size
     if size == 1:
         return []

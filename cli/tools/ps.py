@@ -40,12 +40,14 @@ HEADS = ("service", "address", "process", "pid", "model", "ranks", "state", "req
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """One process of a service; None where there is no such figure.
+    """One process of a service; figures are None if unknown.
 
-    state: ready, loading (it answers nobody yet), waiting (for a gateway to take it, or for a host), draining,
-    down (not running now).
-    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
-    tensor-parallel. address: where callers reach a gateway of another host, of which nothing else is known here.
+    state: ready, loading (answers nobody yet), waiting (for a gateway to accept it, or for a host), draining, down (not
+      running now).
+    requests: a gateway's in flight; a worker's running or queued.
+    kv_usage: of its blocks, 0 to 1.
+    ranks: of a tensor-parallel worker.
+    address: where callers reach a gateway on another host, of which nothing else is known here.
     """
 
     name: str
@@ -63,7 +65,7 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """One service: its supervisor's pid and uptime where it is on this machine."""
+    """One service: its supervisor's pid and uptime, if it is on this machine."""
 
     address: str
     state: str
@@ -87,7 +89,7 @@ def show_local(*, as_json: bool) -> int:
 
 
 def show_remote(settings: CallSettings, *, as_json: bool) -> int:
-    """The service at one address: its workers where it tells of them, else its models. Raises OctavoError where none
+    """The service at one address: its workers if it reports them, else its models. Raises OctavoError if nothing
     answers."""
     address = join_address(settings.host, settings.port)
     with connect(settings) as client:
@@ -168,7 +170,7 @@ def _look(record: ServiceRecord, asking: ThreadPoolExecutor) -> ServiceState:
 
 
 def _overall(processes: Sequence[ProcessState]) -> str:
-    """ready where all are; else the state of the first that is not."""
+    """ready if all are; else the state of the first that is not."""
     return next((each.state for each in processes if each.state != "ready"), "ready")
 
 
@@ -177,7 +179,7 @@ def _is_worker_elsewhere(process: ProcessRecord) -> bool:
 
 
 def _told_by_gateways(process: ProcessRecord, told: Sequence[Samples]) -> ProcessState:
-    """A worker of another host, of which the gateways of this one tell."""
+    """A worker on another host, as reported by the gateways of this one."""
 
     def values(name: str) -> list[float]:
         rows = (row for samples in told for row in samples.get(name, ()))
@@ -195,7 +197,7 @@ def _told_by_gateways(process: ProcessRecord, told: Sequence[Samples]) -> Proces
 
 
 def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
-    """Asks its /metrics, and a worker's /ready."""
+    """Query its /metrics, and a worker's /ready."""
     samples = read_metrics(f"http://{process.metrics}/metrics") if pid is not None and process.metrics else {}
     is_worker = process.role == Role.WORKER.value
     counted = ("octavo_num_requests_running", "octavo_num_requests_waiting", "octavo_num_requests_paused")
@@ -245,7 +247,7 @@ def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
 
 
 def _accepts(address: str) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether anything accepts connections there."""
     with contextlib.suppress(OSError), socket.create_connection(split_address(address), timeout=TIMEOUT_S):
         return True
     return False
@@ -299,7 +301,7 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
 
 
 def shown_duration(seconds: float | None) -> str:
-    """As 3 d 04:05:06; - for None."""
+    """For example 3 d 04:05:06; - for None."""
     if seconds is None:
         return "-"
     whole = int(seconds)
@@ -312,7 +314,7 @@ def _shown(number: int | None) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns with blanks between, whole lines: for pipes."""
+    """Aligned columns in whole lines, for pipes."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -17,7 +17,7 @@ PATIENCE_S = 3.0  # for threads that wait for the hub, after Ctrl-C
 
 
 def pull(model: str, *, revision: str | None) -> int:
-    """Print its folder on stdout, how far the download is on stderr. Raises CheckpointError."""
+    """Print the checkpoint's folder on stdout, and progress on stderr. Raises CheckpointError."""
     console = Console(stderr=True, highlight=False, markup=False)
     begin_s = time.monotonic()
     with _told(model, console) as told:
@@ -31,7 +31,7 @@ def pull(model: str, *, revision: str | None) -> int:
 
 
 class _Told:
-    """Shows every step; ends the download with KeyboardInterrupt once somebody asked for that."""
+    """Shows progress; ends the download with KeyboardInterrupt once that was asked for."""
 
     def __init__(self, show: OnDownload) -> None:
         self.num_fetched = 0
@@ -45,7 +45,7 @@ class _Told:
         self._show(done, total)
 
     def stop(self) -> None:
-        """At the next piece of any file; by force where none comes."""
+        """End the download at the next piece of any file, or by force if none comes."""
         self.is_over = True
         timer = threading.Timer(PATIENCE_S, os._exit, [INTERRUPTED])
         timer.daemon = True
@@ -54,8 +54,8 @@ class _Told:
 
 @contextmanager
 def _told(model: str, console: Console) -> Iterator[_Told]:
-    """A listener of the download. The hub's threads fetch a file each to its end, whatever the main thread hears, so
-    Ctrl-C is told to them."""
+    """A listener for the download. The hub's threads finish their files whatever happens in the main thread, so Ctrl-C
+    is passed on to them."""
     bars = Bars(console, {model: model}, stage="asking the hub") if console.is_terminal else None
     plain = PlainSteps()
 

@@ -29,8 +29,8 @@ _ADVICE = {
 
 
 def scale(settings: ScaleSettings, words: Sequence[str], num_gateways: int | None, *, is_named: bool) -> int:
-    """Print what was and what is to be, of workers, of gateways on other hosts, or of both. is_named: host or port say
-    which service is meant. Raises CliError."""
+    """Print the old and new numbers of workers, of gateways on other hosts, or of both. is_named: host or port identify
+    the service. Raises CliError."""
     asked = _read(words) if words or num_gateways is None else None
     with _channel(settings, is_named=is_named) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
@@ -74,8 +74,8 @@ def _read(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _channel(settings: ScaleSettings, *, is_named: bool) -> grpc.Channel:
-    """To the admin port that is given, else to the supervisor of this user's service here that is named, or the only
-    one. Raises CliError, RunDirError."""
+    """To the admin port if given, else to the supervisor of the service of this user that is named, or of the only one.
+    Raises CliError, RunDirError."""
     if settings.admin_port is not None:
         address = join_address(settings.host, settings.admin_port)
         return open_channel(address, credentials_of(settings), channel_options_of(settings))

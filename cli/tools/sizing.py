@@ -54,7 +54,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is to fit. memory_gib: of one device, each a column. context: tokens of a stream, prompt and output."""
+    """What should fit. memory_gib: of one device; one column each. context: tokens of a stream, prompt and output."""
 
     memory_gib: tuple[float, ...] = (16, 24, 48, 80, 141)
     context: int = 4096
@@ -75,7 +75,7 @@ class Sized:
 
 
 def size(model: str, asked: Asked) -> Sized:
-    """Raises CliError, CheckpointError, ConfigError for what is no model, or has a shorter context."""
+    """Raises CliError, CheckpointError, ConfigError for something that is not a model, or has a shorter context."""
     import torch
 
     from octavo.model import CausalLM
@@ -122,8 +122,8 @@ def size(model: str, asked: Asked) -> Sized:
 
 
 def _config_of(model: str) -> "tuple[str, ModelConfig]":
-    """Its name in the table and its ModelConfig: a checkpoint on this machine, where that is what `octavo serve` would
-    take, or a published one by its name."""
+    """(name in the table, ModelConfig): of a checkpoint on this machine if `octavo serve` would use it, or of a
+    published model by its name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -144,7 +144,7 @@ def _config_of(model: str) -> "tuple[str, ModelConfig]":
 
 
 def sizing(models: Sequence[str], asked: Asked, *, form: str) -> int:
-    """Prints the table. form: table, markdown or json."""
+    """Print the table. form: table, markdown or json."""
     found = [size(model, asked) for model in models or PUBLISHED]
     if form == "json":
         named = [asdict(each) | {"streams": {f"{gib:g}": num for gib, num in each.streams.items()}} for each in found]
@@ -172,7 +172,7 @@ def cells(found: Sequence[Sized], asked: Asked) -> tuple[list[str], list[list[st
 
 
 def markdown(found: Sequence[Sized], asked: Asked) -> str:
-    """As docs/sizing.md has it."""
+    """The table as in docs/sizing.md."""
     heading, rows = cells(found, asked)
     lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

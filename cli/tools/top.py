@@ -36,7 +36,8 @@ QUIT = ("q", "\x03", "\x04", "\x1b")
 
 
 def top(settings: CallSettings, *, interval_s: float, once: bool, as_json: bool) -> int:
-    """Until q; once, or where stdout is no terminal, one plain snapshot. Raises CliError, OctavoError."""
+    """Run until q. With `once`, or if stdout is not a terminal, print one plain snapshot. Raises CliError,
+    OctavoError."""
     view = View(address=join_address(settings.host, settings.port))
     with connect(settings) as client:
         first = _first(client)
@@ -50,7 +51,7 @@ def top(settings: CallSettings, *, interval_s: float, once: bool, as_json: bool)
 
 
 def _first(client: Client) -> pb.WatchLoadResponse:
-    """A snapshot. Raises CliError where the service has no such call."""
+    """A snapshot. Raises CliError if the service does not have this call."""
     try:
         with contextlib.closing(client.watch_load(max_requests=MAX_REQUESTS, timeout_s=CONNECT_TIMEOUT_S)) as watch:
             return next(watch)
@@ -92,7 +93,7 @@ def _watch(client: Client, snapshot: pb.WatchLoadResponse, view: View, *, interv
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C as an entry in a list. As an exception it could come up in a callback of a library, where it is lost."""
+    """Ctrl-C as an entry in a list: as an exception it might be raised in a library's callback and get lost."""
     found: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: found.append(number))
     try:
@@ -102,7 +103,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _read(client: Client, interval_s: float, told: "queue.SimpleQueue[pb.WatchLoadResponse | str]") -> None:
-    """Snapshots as they come; after the end of a stream, what was wrong, and another try."""
+    """Put snapshots into the queue as they come; when a stream ends, put the error and try again."""
     while True:
         try:
             for snapshot in client.watch_load(interval_s=interval_s, max_requests=MAX_REQUESTS):
@@ -117,7 +118,7 @@ def _read(client: Client, interval_s: float, told: "queue.SimpleQueue[pb.WatchLo
 
 @contextmanager
 def _keys() -> Iterator[int]:
-    """The keyboard, each key at once and unseen; as it was before at the end."""
+    """The keyboard without line buffering and echo; restored at the end."""
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
@@ -128,7 +129,7 @@ def _keys() -> Iterator[int]:
 
 
 def _pressed(keyboard: int) -> str:
-    """Keys since the last call, waiting a moment for one. Arrows and the like, which begin with an escape, are none."""
+    """Keys since the last call, waiting a moment for one. Escape sequences such as arrows are ignored."""
     if not select.select([keyboard], [], [], POLL_S)[0]:
         return ""
     keys = os.read(keyboard, 64).decode("utf-8", "replace")

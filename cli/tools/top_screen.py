@@ -42,7 +42,7 @@ GAP = "  "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortKey:
-    """How requests are sorted: the key of the keyboard, what it is, and what of a request it looks at."""
+    """A way to sort requests: its key on the keyboard, its name, and the value that it sorts by."""
 
     key: str
     name: str
@@ -62,7 +62,7 @@ SORT_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the person at the keyboard chose. note: what is wrong with the connection, else empty."""
+    """What the user chose. note: what is wrong with the connection, else empty."""
 
     address: str
     sort: SortKey = SORT_KEYS[0]
@@ -70,7 +70,7 @@ class View:
     note: str = ""
 
     def pressed(self, key: str) -> "View":
-        """After a key; the same for one that means nothing."""
+        """The view after a key; unchanged for a key without meaning."""
         if key == "r":
             return replace(self, is_reversed=not self.is_reversed)
         found = next((each for each in SORT_KEYS if each.key == key), None)
@@ -79,7 +79,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """A column of a table. least: columns of the screen below which it is left out. is_text: left-aligned."""
+    """A column of a table. least: screen width below which it is left out. is_text: left-aligned."""
 
     title: str
     width: int
@@ -88,7 +88,7 @@ class _Column:
 
 
 def screen(snapshot: pb.WatchLoadResponse, view: View, *, width: int, height: int) -> list[Text]:
-    """At most so many lines, none wider. What has no room is counted in a line."""
+    """At most `height` lines, none wider than `width`. Rows without room are counted in a line."""
     head = _head(snapshot, view, width)
     keys = "  ".join(f"{each.key} {each.name}" for each in SORT_KEYS)
     foot = [_fit(Text(f"q quits  r turns round  sort: {keys}", style="dim"), width)]
@@ -205,7 +205,7 @@ def _worker(worker: pb.WorkerSnapshot) -> tuple[Text, ...]:
 
 
 def _bar(blocks: pb.KvBlocks, cells: int = 15) -> Text:
-    """Blocks of requests, blocks of the prefix cache, free ones; what is there at all has a cell."""
+    """Blocks of requests, blocks of the prefix cache, and free ones; each that is not zero gets at least one cell."""
     total = blocks.num_blocks or 1
     num_active, num_cached = (
         min(cells, max(round(cells * count / total), count > 0)) for count in (blocks.num_active, blocks.num_cached)
@@ -246,7 +246,7 @@ def _request(request: pb.RequestSnapshot) -> tuple[Text, ...]:
 
 
 def _section(columns: Sequence[_Column], rows: Sequence[Sequence[Text]], width: int, room: int) -> list[Text]:
-    """An empty line, the titles, as many rows as there is room for, and how many there are besides."""
+    """An empty line, the headings, as many rows as there is room for, and the number of rows left out."""
     if room < 3:
         return []
     shown = [index for index, column in enumerate(columns) if width >= column.least]

@@ -40,7 +40,7 @@ OPEN_DOOR = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A line of the table: its label, the sample that it sums, and how it is printed."""
+    """A line of the table: its label, the samples that it sums, and its format."""
 
     label: str
     sample: str
@@ -63,7 +63,7 @@ MEANS = (
 
 
 def metric_rows(pages: Sequence[Samples]) -> list[tuple[str, str]]:
-    """Label and value of each figure that is there."""
+    """Label and value of each figure that is present."""
     rows = []
     for figure in FIGURES:
         values = [value for page in pages for _, value in page.get(figure.sample, ())]
@@ -75,7 +75,7 @@ def metric_rows(pages: Sequence[Samples]) -> list[tuple[str, str]]:
 
 
 def metrics_table(pages: Sequence[Samples]) -> Table:
-    """For a terminal."""
+    """The figures as a table for a terminal."""
     table = Table("from /metrics", "value", title_justify="left")
     for label, value in metric_rows(pages):
         table.add_row(label, value)
@@ -87,7 +87,7 @@ def _sum(pages: Sequence[Samples], name: str) -> float:
 
 
 def tour(settings: ServeSettings) -> int:
-    """Run the tour on free ports; 0 where every step worked. Raises CliError where the service does not start."""
+    """Run the tour on free ports. Returns 0 if every step worked. Raises CliError if the service does not start."""
     console = Console()
     taken: set[int] = set()
     port, gateway_metrics, worker_metrics, page = (free_port(HOST, taken) for _ in range(4))
@@ -106,7 +106,7 @@ def tour(settings: ServeSettings) -> int:
 
 
 def _show_page(address: str, console: Console) -> None:
-    """On a terminal the service goes on until Enter, so that the page can be looked at."""
+    """On a terminal, keep the service running until Enter, so that the page can be looked at."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         console.print(f"the live page was at {address} while this ran; `octavo serve` has it for as long as you like")
         return
@@ -116,7 +116,7 @@ def _show_page(address: str, console: Console) -> None:
 
 
 def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSettings:
-    """The settings given, on our ports, with a small pool and a quiet log unless others were asked for."""
+    """The given settings with free ports, and a small pool and a quiet log unless others were asked for."""
     small = {} if settings.num_blocks else {"num_blocks": NUM_BLOCKS}
     small |= {} if settings.num_threads else {"num_threads": NUM_THREADS}
     quiet = {"log_level": "error"} if settings.log_level == "info" else {}
@@ -139,7 +139,7 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
 
 @contextmanager
 def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
-    """`octavo serve` in a process of its own, ready; nothing of it is left at the end."""
+    """`octavo serve` as a child process, ready; everything of it is gone at the end."""
     with folder_of_sockets("octavo-tour-") as made:
         run_dir = made / "run"
         file = write_settings(settings.model_dump() | {"run_dir": run_dir}, made / "serve.toml")
@@ -162,7 +162,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], ready_file: Path, settings: ServeSettings) -> None:
-    """The file comes last. Where it cannot be written (a full disk), the service goes on without it."""
+    """The ready file comes last. If it cannot be written (a full disk), the service goes on without it."""
     started_s, serving_s = time.monotonic(), None
     with grpc.insecure_channel(f"{HOST}:{settings.port}", options=IMPATIENT) as channel:
         asking = _is_serving(channel)

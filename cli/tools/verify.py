@@ -57,7 +57,7 @@ figure."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is verified: the checkpoint, and how it is served. Names as the flags of `octavo worker` have them."""
+    """What is verified: the checkpoint, and how it is served. Names are those of the flags of `octavo worker`."""
 
     model: str
     revision: str | None = None
@@ -73,7 +73,7 @@ class Served:
 
     @property
     def rounded(self) -> Rounded:
-        """What has fewer bits than the dtype, as this machine has it: not every CPU rounds inputs for int8."""
+        """What has fewer bits than the dtype on this machine: not every CPU rounds inputs for int8."""
         is_gpu = pick_device(self.device) != "cpu" and self.attention_backend is None
         weights = self.quantization
         if weights == WeightFormat.INT8.value and not is_gpu and not multiplies_integers():
@@ -82,7 +82,7 @@ class Served:
 
 
 def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new_tokens: int) -> int:
-    """Compare and print; the exit code is 0 where every row is within its limit, else 1."""
+    """Compare and print. Returns 0 if every row is within its limit, else 1."""
     configure_logs("auto", "warning")
     check_device_here(served.device)
     check_settings(served, backends)
@@ -113,8 +113,8 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
 
 
 def check_settings(served: Served, backends: Sequence[str] = ()) -> None:
-    """That a worker could be started so, as far as settings and a checkpoint that is here tell it: minutes pass before
-    one is. backends: of the layers' comparison. Raises CliError, CheckpointError, CardError, BackendName,
+    """Check that a worker could be started with these settings, as far as they and a local checkpoint tell: starting
+    one takes minutes. backends: of the layers' comparison. Raises CliError, CheckpointError, CardError, BackendName,
     InvarianceUnavailable, FormatUnavailable."""
     for name in backends:
         get_backend(name)
@@ -128,7 +128,7 @@ def check_settings(served: Served, backends: Sequence[str] = ()) -> None:
 
 
 def check_instead(served: Served, chosen: Sequence[str]) -> None:
-    """That what is given instead of the comparison is one thing, and looks at everything that is given with it. Raises
+    """Check that at most one alternative to the comparison was chosen, and that it uses all other options given. Raises
     CliError."""
     if len(chosen) > 1:
         raise usage("these exclude each other", f"{' and '.join(chosen)} are given", "give one of them")
@@ -141,7 +141,7 @@ def check_instead(served: Served, chosen: Sequence[str]) -> None:
 
 
 def _worker_settings(served: Served) -> WorkerSettings:
-    """As `octavo worker` has them. Raises CliError for a value that is none."""
+    """The settings of `octavo worker`. Raises CliError for an invalid value."""
     values = {
         "model": (served.model,),
         "revision": served.revision,
@@ -158,8 +158,8 @@ def _worker_settings(served: Served) -> WorkerSettings:
 
 
 def compare_served(served: Served, folder: Path, *, num_prompts: int, max_new_tokens: int) -> list[ServedRow]:
-    """Load and run as a worker does, as asked for and in float32, and compare with transformers on the same tokens.
-    One model is in memory at a time. Raises what a worker's start raises, CheckpointError."""
+    """Load and run as a worker does, once as asked for and once in float32, and compare with transformers on the same
+    tokens. Only one model is in memory at a time. Raises what a worker's start raises, CheckpointError."""
     config, described = load_config(folder), describe(folder)
     longest = max(_context_len(served, described) // 2, 1)
     prompts = [
@@ -171,21 +171,21 @@ def compare_served(served: Served, folder: Path, *, num_prompts: int, max_new_to
 
 
 def _context_len(served: Served, described: Described) -> int:
-    """Raises CliError where it has no room for a token and the one that follows."""
+    """Raises CliError if it has no room for a token and the one that follows."""
     length = min(served.max_model_len or described.max_model_len, described.max_model_len)
     check_context(served.model, length)
     return length
 
 
 def check_context(model: str, length: int) -> None:
-    """Raises CliError where a context has no room for a token and the one that follows."""
+    """Raises CliError if a context has no room for a token and the one that follows."""
     if length < 2:
         numbers = f"{model} is served with {length} position, and the tokens that follow are what is compared"
         raise usage("there is nothing to compare", numbers, "verify it with 2 or more, as --max-model-len gives them")
 
 
 def print_verdict(console: Console, failed: int, num_rows: int, seconds: float) -> int:
-    """The last line, and the exit code."""
+    """Print the last line, and return the exit code."""
     if failed:
         console.print(f"[bold red]{failed} of {num_rows} comparisons are beyond their limit[/]")
         return 1
@@ -194,7 +194,7 @@ def print_verdict(console: Console, failed: int, num_rows: int, seconds: float) 
 
 
 def _why_no_layers(config: ModelConfig) -> str | None:
-    """Why transformers' layers cannot stand beside ours; None where they can."""
+    """Why transformers' layers cannot be loaded next to ours; None if they can."""
     if config.quantization is not None:
         return "transformers does not load packed checkpoints without more packages"
     wanted = 9 * _num_parameters(config)  # two models in float32, and what their steps need
@@ -208,7 +208,7 @@ def _num_parameters(config: ModelConfig) -> int:
 
 
 def _passes(served: Served, config: ModelConfig) -> list[Served]:
-    """As asked for; and in float32, where nothing that is wrong can be taken for rounding."""
+    """As asked for; and in float32, where errors cannot be mistaken for rounding."""
     dtype = config.computed_in(parse_dtype(served.dtype))
     as_asked = replace(served, dtype=str(dtype).removeprefix("torch."))
     if dtype == torch.float32 and not served.quantization and not served.kv_cache_dtype:
@@ -220,7 +220,7 @@ def _passes(served: Served, config: ModelConfig) -> list[Served]:
 
 
 def _serve(served: Served, folder: Path, prompts: list[list[int]], max_new_tokens: int) -> ServedPass:
-    """Load as a worker does, run, and give the memory back."""
+    """Load as a worker does, run, and release the memory."""
     device = pick_device(served.device)
     max_num_seqs = max(len(prompts), 8)
     config = WorkerConfig(
@@ -267,7 +267,7 @@ def _serve(served: Served, folder: Path, prompts: list[list[int]], max_new_token
 
 
 def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit: float | None, num_prompts: int) -> int:
-    """Run prompts and name the first bad layer; the exit code is 1 where there is one."""
+    """Run prompts and name the first bad layer. Returns 1 if there is one."""
     if limit is not None and not 0 < limit < math.inf:
         raise usage("bad value for --limit", f"--limit is {limit:g}", "give a number above 0")
     console = Console()
@@ -282,7 +282,7 @@ def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit:
 
 
 def rounding(served: Served, *, against: str | None, num_prompts: int, max_new_tokens: int) -> int:
-    """Print what rounding costs; there is no limit to be beyond, so the exit code is 0."""
+    """Print what rounding costs. There is no limit, so it returns 0."""
     console = Console()
     folder = resolve_checkpoint(served.model, revision=served.revision)
     with console.status(f"comparing {escape(str(folder))} with itself before it was rounded"):

@@ -29,8 +29,7 @@ TOGETHER = 8
 
 
 def verify_service(settings: ClientSettings, served: Served, *, num_prompts: int, max_new_tokens: int) -> int:
-    """Compare and print; the exit code is 0 where every row is within its limit, else 1. Raises CliError,
-    OctavoError."""
+    """Compare and print. Returns 0 if every row is within its limit, else 1. Raises CliError, OctavoError."""
     console, start_s = Console(), time.monotonic()
     folder = resolve_checkpoint(served.model, revision=served.revision)
     config = load_config(folder)
@@ -71,7 +70,7 @@ def verify_service(settings: ClientSettings, served: Served, *, num_prompts: int
 
 
 def parse_model_dtype(info: model_pb2.ModelInfo):  # type: ignore[no-untyped-def]  # torch is imported by then
-    """torch's dtype; None where the model computes in none."""
+    """torch's dtype; None if the model names none that is known."""
     try:
         return parse_dtype(info.dtype)
     except ValueError:
@@ -90,7 +89,7 @@ def only_model(models: Sequence[model_pb2.ModelInfo], name: str) -> model_pb2.Mo
 def ask(
     client: Client, info: model_pb2.ModelInfo, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> list[ServedSequence]:
-    """A long prompt, and every prompt alone and then all together."""
+    """Send a long prompt, and every prompt alone and then all together."""
     num_top = min(NUM_TOP, info.limits.max_logprobs or NUM_TOP)
     num_new = max(min(max_new_tokens, info.max_model_len - max(map(len, prompts))), 1)
     text = [token for prompt in prompts for token in prompt]
