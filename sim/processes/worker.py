@@ -77,6 +77,22 @@ def scheduler_config(scenario: Scenario) -> SchedulerConfig:
     )
 
 
+def block_manager_config(scenario: Scenario) -> BlockManagerConfig:
+    """The block manager's part of the scenario."""
+    config = scenario.config
+    return BlockManagerConfig(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_slots=config.max_num_seqs,
+        max_blocks_per_slot=-(-config.max_model_len // config.block_size),
+        fingerprint=b"sim",
+        prefix_cache=PrefixCache.ON if config.has_prefix_cache else PrefixCache.OFF,
+        secret=b"sim",
+        num_host_blocks=config.num_host_blocks,
+        max_copies_in=config.max_copies_in,
+    )
+
+
 class Life:
     """From start to death. on_death(exit code): called once, when it ends by itself; not after ``kill``. on_step:
     called after each turn of the engine."""
@@ -106,19 +122,7 @@ class Life:
         self.link = SimLink(self.dealers, register, files, self.clock)
         self.link.on_refused = self._refused
         self.outbox = LyingOutbox(self.link, journal)
-        self.blocks = BlockManager(
-            BlockManagerConfig(
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-                max_slots=config.max_num_seqs,
-                max_blocks_per_slot=-(-config.max_model_len // config.block_size),
-                fingerprint=b"sim",
-                prefix_cache=PrefixCache.ON if config.has_prefix_cache else PrefixCache.OFF,
-                secret=b"sim",
-                num_host_blocks=config.num_host_blocks,
-                max_copies_in=config.max_copies_in,
-            )
-        )
+        self.blocks = BlockManager(block_manager_config(scenario))
         self.scheduler = SimScheduler(scheduler_config(scenario), self.blocks)
         self.watch = WorkerWatch(self.scheduler, journal, self.name)
         self.link.on_drained = self.watch.heard

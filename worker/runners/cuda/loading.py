@@ -44,28 +44,18 @@ def make_cuda_runner(
     helpers: Helpers | None = None,
     meanwhile: Meanwhile = lambda described: None,
 ) -> CudaRunner:
-    """Takes the model's weights: it cannot be used on its own afterwards. Ranks of a group do all of it at the same
-    time, and settle what must be the same on all. Raises worker.loading.memory.DoesNotFit."""
+    """A runner that has recorded its steps and is ready for warm-up. Takes the model's weights: the model cannot be
+    used afterwards. The ranks of a group all do this at the same time and agree on what must be equal. Raises
+    worker.loading.memory.DoesNotFit."""
     ranks = model.ranks
-    runner_config = CudaRunnerConfig(
-        num_blocks=1,
-        block_size=config.block_size,
-        max_slots=config.max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=described.vocab_size,
-        eos_token_ids=described.eos_token_ids,
-        max_batch_tokens=config.max_batch_tokens,
-        autotune=Autotune.MEASURED,
-        deterministic=config.deterministic,
-        kv_dtype=cache_dtype(config.kv_cache_dtype),
-    )
+    runner_config = _runner_config(config, described, max_model_len=max_model_len)
     on_progress("compiling_kernels", None, None)
     weights = GpuWeights.take(
         model,
         max_positions=runner_config.table_width * config.block_size,
         weight_format=weight_format(config.quantization),
     )
-    torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
+    torch.cuda.empty_cache()  # rounding leaves plain copies of the weights in the allocator
     if ranks.size > 1:
         weights = replace(weights, ranks=_find_fastest_sums(weights, runner_config))
     kv_dtype = runner_config.kv_dtype or weights.dtype
@@ -83,13 +73,12 @@ def make_cuda_runner(
     host = coming.take(staged("taking_host_memory", on_progress))
     rows = ranks.least(staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0]))
     on_progress("rehearsing_steps", None, None)
-    has_cache = config.prefix_cache is PrefixCacheMode.ON
     needs = cuda_memory_needs(
         weights,
         runner_config,
         weights_bytes=weights_bytes(model),
         memory_fraction=config.memory_fraction,
-        spare=SpareMemory.TAKEN if has_cache else SpareMemory.LEFT,
+        spare=SpareMemory.TAKEN if config.prefix_cache is PrefixCacheMode.ON else SpareMemory.LEFT,
         staging_bytes=staging_bytes(rows, block_bytes) if host is not None else 0,
     )
     num_blocks = ranks.least(size_pool(needs, num_blocks=config.num_blocks))
@@ -107,8 +96,25 @@ def make_cuda_runner(
     return runner
 
 
+def _runner_config(config: WorkerConfig, described: Described, *, max_model_len: int) -> CudaRunnerConfig:
+    """For a pool of one block, until the real one is sized."""
+    return CudaRunnerConfig(
+        num_blocks=1,
+        block_size=config.block_size,
+        max_slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=described.vocab_size,
+        eos_token_ids=described.eos_token_ids,
+        max_batch_tokens=config.max_batch_tokens,
+        autotune=Autotune.MEASURED,
+        deterministic=config.deterministic,
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
+    )
+
+
 def _find_fastest_sums(weights: GpuWeights, config: CudaRunnerConfig) -> Ranks:
-    """The weights' ranks, which sum and join by the fastest of the ways that are right here. On every rank at once."""
+    """The weights' ranks, with the fastest ways to sum and join that give correct results here. On every rank at
+    once."""
     model, dtype, device, ranks = weights.config, weights.dtype, weights.embed_VD.device, weights.ranks
     if config.deterministic is Deterministic.OFF:
         ranks = with_peer_sums(
@@ -146,12 +152,12 @@ def compile_kernels(
     helpers: Helpers | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
-    Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
-    loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
-    # Nothing is computed that could be summed.
+    """Compile, in advance, every kernel that a runner of these shapes may launch on any path of a step: kernels that
+    Triton does not have on disk take seconds rather than a minute one after the other. Kernels on disk are only loaded.
+    Temporarily needs the memory of a runner with a pool of one block."""
+    # Without other ranks: results do not matter, so nothing is summed.
     rehearsing = replace(weights.ranks, group=None, peers=None, joins=None, divided=None)
-    # Two layers: of a prompt's tokens, only those that are sampled go on behind the last one's attention.
+    # Two layers, since the last one is special: after its attention only the sampled tokens of a prompt go on.
     first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:
         with torch.inference_mode():
@@ -161,5 +167,5 @@ def compile_kernels(
             torch.cuda.synchronize(weights.embed_VD.device)
         del runner
     except torch.OutOfMemoryError:
-        pass  # the rehearsal says what does not fit, and what to do about it
+        pass  # the rehearsal reports what does not fit, and what to do about it
     torch.cuda.empty_cache()
