@@ -35,14 +35,14 @@ class Launching(Enum):
 
 
 class Recorder(Protocol):
-    """Turns work into something that does it again."""
+    """Turns work into a function that repeats it."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The work, repeatable. It must read and write the same buffers every time."""
+        """The repeatable work. It must read and write the same buffers every time."""
 
 
 class EagerRecorder:
-    """Does the work itself, every time."""
+    """Runs the work itself every time."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """The work as it is."""
@@ -50,14 +50,14 @@ class EagerRecorder:
 
 
 class GraphRecorder:
-    """CUDA graphs that share one pool of memory: only one of them runs at a time. Needs a CUDA device."""
+    """CUDA graphs that share one memory pool, so only one of them runs at a time. Needs a CUDA device."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work once, so that its kernels are compiled and its libraries ready, then capture it."""
+        """Run the work once, so that kernels are compiled and libraries are initialised, then capture it."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
@@ -70,13 +70,13 @@ class GraphRecorder:
 
 
 def make_recorder(launching: Launching) -> Recorder:
-    """Of that kind."""
+    """A recorder of this kind."""
     return GraphRecorder() if launching is Launching.GRAPHS else EagerRecorder()
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then in steps of 8 up to 128, of 16 up to 256, of 32 up to 512, of 64 beyond; the largest is always
-    one. 27 sizes for 256."""
+    """1, 2, 4, 8, then steps of 8 up to 128, of 16 up to 256, of 32 up to 512, of 64 beyond; the largest is always
+    included. 27 sizes for 256."""
     sizes, size = [1, 2, 4], 8
     while size < largest:
         sizes.append(size)
@@ -97,7 +97,7 @@ _RECORDED_STAGES = (Stage.CHOICE, Stage.LOGPROBS, Stage.LOGPROBS | Stage.CHOICE)
 
 
 class Autotune(Enum):
-    """How steps of a few rows are chosen among the ways there are (model/gpu/autotune.py)."""
+    """How small-batch steps choose among the available implementations (model/gpu/autotune.py)."""
 
     CACHED = "cached"  # as measured once on this device; by a rule where nothing has been
     MEASURED = "measured"  # measure what has not been yet, before serving, and keep it on disk: a minute, once
@@ -105,11 +105,11 @@ class Autotune(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaRunnerConfig:
-    """num_blocks, block_size: of the KV pool, which has one block more, for scratch. max_slots: rows.
+    """num_blocks, block_size: of the KV pool, which has one extra block for scratch. max_slots: rows.
 
-    vocab_size: ids that may be sampled (the tokenizer's). eos_token_ids: masked while fewer than min_tokens are out.
-    max_batch_tokens: of a step. max_copies_in: blocks that a step may bring back from the host. kv_dtype: of the KV
-    pool, None for the weights' dtype.
+    vocab_size: ids that may be sampled (the tokenizer's). eos_token_ids: masked before min_tokens. max_batch_tokens: of
+    a step. max_copies_in: blocks that a step may bring back from the host. kv_dtype: of the KV pool; None: the weights'
+    dtype.
     """
 
     num_blocks: int
@@ -128,22 +128,22 @@ class CudaRunnerConfig:
 
     @property
     def table_width(self) -> int:
-        """Blocks of the longest request, with one token more: a step that runs ahead samples one that is dropped."""
+        """Blocks of the longest request plus one token: a step that runs ahead samples one that is dropped."""
         return -(-(self.max_model_len + 1) // self.block_size)
 
     @property
     def shapes(self) -> MixedShapes:
-        """Of the mixed steps that are recorded."""
+        """Shapes of the mixed steps that are recorded."""
         return MixedShapes.of(max_slots=self.max_slots, max_batch_tokens=self.max_batch_tokens)
 
     @property
     def max_rows(self) -> int:
-        """Tokens of a step, with those that fill a recorded one up."""
+        """Tokens of a step, including the padding of recorded ones."""
         return max(self.max_batch_tokens, *(layout.num_tokens for layout in self.shapes.layouts()))
 
     @property
     def max_sampled(self) -> int:
-        """Rows that a step samples."""
+        """Rows that a step samples at most."""
         return self.max_slots + MAX_RECORDED_CHUNKS
 
 
@@ -181,12 +181,12 @@ class GraphRunner:
         self._mixed: dict[MixedLayout, Work] = {}
 
     def read_from(self, staged_U: torch.Tensor) -> None:
-        """Where the host's copies arrive, before anything runs."""
+        """Set where the host's copies arrive; before anything runs."""
         self._staged_U = staged_U
 
     @property
     def max_chunks(self) -> int:
-        """That a recorded mixed step has room for."""
+        """How many chunks a recorded mixed step has room for."""
         return self._shapes.max_chunks
 
     @property
@@ -195,7 +195,7 @@ class GraphRunner:
         return len(self._sizes) + len(self._shapes.layouts())
 
     def record(self, on_progress: OnProgress) -> float:
-        """Record all shapes, largest first; the seconds that it took. Rows and pool must be idle."""
+        """Record all shapes, largest first; returns the seconds taken. Rows and pool must be idle."""
         start_s, total = time.perf_counter(), self.num_shapes
         on_progress(0, total)
         if self._autotune is Autotune.MEASURED:
@@ -212,16 +212,16 @@ class GraphRunner:
         return time.perf_counter() - start_s
 
     def choose_ways(self) -> None:
-        """Time the ways of few rows, where that has not been done. Rows stand at a context as they have when they
-        serve: attention over none would tell nothing, and it differs between the ways."""
+        """Time the alternatives for few rows, if that was not done yet. Rows get a realistic context: the alternatives
+        differ in attention, which costs nothing over an empty one."""
         position_R, scratch = self.state.position_R, self.state.scratch_row
         position_R[scratch] = min(TIMED_CONTEXT, self._longest - 1)
         self.step.autotuner.choose(self._sizes, self.step.run)
         position_R[scratch] = 0
 
     def run_all(self) -> None:
-        """Enqueue every shape of step, the small ones on every path: to compile what that launches. What takes longest
-        to compile comes first: sampling."""
+        """Enqueue every shape of step, small ones on every path, to compile the kernels they launch. What takes longest
+        to compile, sampling, comes first."""
         for size in self._sizes:
             self.run_sampling(self.step.rows_B[:size])
         for layout in self._shapes.layouts():
@@ -232,7 +232,7 @@ class GraphRunner:
                 self._decode_work(size)()
 
     def forget(self) -> None:
-        """Drop what was recorded. Idempotent."""
+        """Drop the recorded steps. Idempotent."""
         self._mixed.clear()
         self._decodes.clear()
         self._sampling.clear()
@@ -243,7 +243,7 @@ class GraphRunner:
         return recorder.record(self._decode_work(self._sizes[-1])), recorder.record(self._mixed_work(layout))
 
     def decode_size(self, num_rows: int) -> int:
-        """The batch size that runs for so many rows."""
+        """The recorded batch size that runs num_rows rows."""
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def decode_rows(self, size: int) -> torch.Tensor:
@@ -256,17 +256,17 @@ class GraphRunner:
         recorded() if recorded else self._decode_work(size)()
 
     def find_shape(self, exact: MixedLayout, num_chunks: int) -> MixedLayout:
-        """The recorded shape that fits, or the step's own."""
+        """The recorded shape that fits, or else the step's own."""
         return self._shapes.find(exact, num_chunks) or exact
 
     def run_mixed(self, layout: MixedLayout) -> None:
-        """Enqueue the changes and a mixed step whose inputs lie in the staging buffer as the layout says."""
+        """Enqueue the changes and a mixed step whose inputs are in the staging buffer in this layout."""
         recorded = self._mixed.get(layout)
         recorded() if recorded else self._mixed_work(layout)()
 
     def run_sampling(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
-        """Put the logits of all ranks together and enqueue the kernels that the rows (int32) of the step before need;
-        stages: at least the union of theirs."""
+        """Gather the logits of all ranks, and enqueue the kernels that the previous step's rows (int32) need; stages:
+        at least the union of theirs."""
         step, B = self.step, len(rows_B)
         recorded = (
             self._sampling.get((B, stages)) if masks is None and rows_B.data_ptr() == step.rows_B.data_ptr() else None
@@ -280,11 +280,11 @@ class GraphRunner:
         self.sampling.run(stages, batch, masks)
 
     def sampled_rows(self, layout: MixedLayout) -> torch.Tensor:
-        """int32: rows that a mixed step of this layout samples, as they lie in the staging buffer."""
+        """int32: rows that a mixed step of this layout samples, in the order of the staging buffer."""
         return layout.inputs(self._staged_U[HEADER_WORDS:]).rows_S
 
     def run_inputs(self, inputs: MixedInputs) -> None:
-        """Enqueue a mixed step of inputs that lie elsewhere, without changes."""
+        """Enqueue a mixed step with inputs that are elsewhere, without changes."""
         self._mixed_step.run(inputs)
 
     def hidden(self, tokens: slice) -> torch.Tensor:
@@ -292,11 +292,11 @@ class GraphRunner:
         return self._mixed_step.hidden(tokens)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [S, V] of hidden states after the final norm, in memory of their own."""
+        """Float32 logits [S, V] of hidden states after the final norm, in new memory."""
         return self.step.project(hidden_SD).float()
 
     def run_changes(self) -> None:
-        """Enqueue the changes alone."""
+        """Enqueue only the changes."""
         apply_changes(self._staged_U, self.state.words_W)
 
     def _decode_work(self, size: int) -> Work:
@@ -323,7 +323,7 @@ class GraphRunner:
 def make_steps(
     weights: GpuWeights, state: RowState, kv: KvPool, config: CudaRunnerConfig, *, max_tokens: int
 ) -> tuple[DecodeStep, MixedStep]:
-    """The decode step and the mixed step, of the kind that is wanted."""
+    """The decode step and the mixed step, of the kind that the configuration asks for."""
     sizes: dict[str, int] = {"max_batch": config.max_sampled, "vocab_size": config.vocab_size}
     if config.deterministic is Deterministic.ON:
         invariant = InvariantDecodeStep(weights, state, kv, rows_B=state.batch_A, **sizes)

@@ -32,7 +32,7 @@ _LEAST_SHARE = 128  # a buffer takes no more than this part of what is free
 
 
 def staging_rows(row_bytes: int, free_bytes: int) -> int:
-    """Blocks of one buffer, and so of one plan's copies in."""
+    """Blocks per buffer, and so the most that one plan may copy in."""
     return max(1, min(MAX_ROWS, min(STAGING_BYTES, free_bytes // _LEAST_SHARE) // row_bytes))
 
 
@@ -43,7 +43,7 @@ def staging_bytes(rows: int, row_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Transfer:
-    """On its way over the link. host_blocks_N: that it reads or writes. began, ended: events; None on a CPU."""
+    """Copies under way over the link. host_blocks_N: read or written. began, ended: events; None on a CPU."""
 
     host_blocks_N: np.ndarray
     began: torch.cuda.Event | None = None
@@ -55,7 +55,7 @@ class _Transfer:
 
 
 def copy_one_block(kv: KvPool) -> None:
-    """Enqueue the kernels that gather and scatter blocks, once, and change nothing: to compile them."""
+    """Enqueue the gather and scatter kernels once, without effect, to compile them."""
     pools = kv.k_pool_LPKBH, kv.v_pool_LPKBH
     block_bytes = sum(pool[:, 0].numel() * pool.element_size() for pool in pools)
     row_1W = torch.empty(1, block_bytes, dtype=torch.uint8, device=pools[0].device)
@@ -65,7 +65,7 @@ def copy_one_block(kv: KvPool) -> None:
 
 
 class _Lane:
-    """One direction: its stream, and its buffers with the event after which each may be written again."""
+    """One direction: its stream, and its buffers with the event after which each may be overwritten."""
 
     def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
         self.buffers_NW = [torch.empty((rows, row_bytes), dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
@@ -76,19 +76,19 @@ class _Lane:
         self._turn = 0
 
     def next_turn(self) -> int:
-        """Of the buffer that has waited longest."""
+        """The buffer that has waited longest."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
         return turn
 
     def touches(self, host_blocks_N: np.ndarray) -> list[_Transfer]:
-        """Transfers that are not done and have one of these blocks."""
+        """Unfinished transfers that use one of these blocks."""
         return [
             each for each in self.under_way if not each.is_done and np.isin(each.host_blocks_N, host_blocks_N).any()
         ]
 
 
 class HostCopies:
-    """rows: blocks of a staging buffer."""
+    """Copies blocks between the tiers. rows: blocks per staging buffer."""
 
     def __init__(self, kv: KvPool, host: HostBlocks, *, rows: int) -> None:
         self.rows = rows
@@ -101,8 +101,9 @@ class HostCopies:
         self._num_copied, self._copied_s = 0, 0.0
 
     def begin(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> None:
-        """Enqueue a plan's copies, before anything else of it: what the plan before fetched arrives, then what goes out
-        is gathered, then what comes in is fetched. ValueError where more come in than a buffer holds."""
+        """Enqueue a plan's copies, before anything else of the plan: first what the previous plan fetched arrives, then
+        outgoing blocks are gathered, then incoming ones are fetched. Raises ValueError if more come in than a buffer
+        holds."""
         if len(copies_in_C2) > self.rows:
             raise ValueError(f"{len(copies_in_C2)} blocks to bring back at once, there is room for {self.rows}")
         self._arrive()
@@ -114,8 +115,7 @@ class HostCopies:
             self._fetch(copies_in_C2[np.argsort(copies_in_C2[:, 0])])
 
     def take_times(self) -> tuple[int, float]:
-        """Blocks whose transfer is known to be over since the last call, and the seconds that the link took for
-        them."""
+        """(blocks whose transfers have finished since the last call, seconds that the link took for them)."""
         for lane in (self._out, self._in):
             while lane.under_way and lane.under_way[0].is_done:
                 transfer = lane.under_way.popleft()
@@ -127,7 +127,7 @@ class HostCopies:
         return num_copied, copied_s
 
     def measure(self, num_blocks: int) -> float:
-        """Seconds for a block, one way: of the first blocks of both tiers, which must be idle; there and back."""
+        """Seconds per block, one way; measured there and back on the first blocks of both tiers, which must be idle."""
         num = min(self.rows, num_blocks, self.host.num_blocks)
         pairs_C2 = np.repeat(np.arange(num, dtype=np.int32)[:, None], 2, axis=1)
         for _ in range(2):  # the first time compiles the kernels
@@ -141,14 +141,14 @@ class HostCopies:
         return seconds / max(num_copied, 1)
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no transfer is under way."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     # ------------------------------------------------------------ both ways
 
     def _send(self, copies_C2: np.ndarray) -> None:
-        """(device, host), by rising host block."""
+        """Pairs of (device, host), in order of host blocks."""
         lane, turn = self._out, self._out.next_turn()
         buffer_NW, host_blocks_N = lane.buffers_NW[turn], copies_C2[:, 1]
         self._let_steps_wait(lane.reusable[turn])
@@ -160,7 +160,7 @@ class HostCopies:
         lane.reusable[turn] = self._transfer(lane, host_blocks_N, runs)
 
     def _fetch(self, copies_C2: np.ndarray) -> None:
-        """(host, device), by rising host block."""
+        """Pairs of (host, device), in order of host blocks."""
         lane, turn = self._in, self._in.next_turn()
         buffer_NW, host_blocks_N = lane.buffers_NW[turn], copies_C2[:, 0]
         targets_N = to_device(np.ascontiguousarray(copies_C2[:, 1], np.int32), self._device)
@@ -174,7 +174,7 @@ class HostCopies:
         self._arriving = turn, targets_N, self._transfer(lane, host_blocks_N, runs)
 
     def _arrive(self) -> None:
-        """What was fetched for the plan before is scattered, in the steps' stream."""
+        """Scatter what was fetched for the previous plan, in the steps' stream."""
         if self._arriving is None:
             return
         turn, targets_N, fetched = self._arriving
@@ -188,7 +188,7 @@ class HostCopies:
     def _transfer(
         self, lane: _Lane, host_blocks_N: np.ndarray, runs: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.cuda.Event | None:
-        """Copy each (target, source) in the lane's stream; the event behind them."""
+        """Copy each (target, source) in the lane's stream. Returns the event after them."""
         if lane.stream is None:
             start_s = time.perf_counter()
             for target, source in runs:
@@ -210,7 +210,7 @@ class HostCopies:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def _let_lane_wait(self, lane: _Lane, transfers: list[_Transfer]) -> None:
-        """For what the steps' stream has enqueued so far, and for these transfers."""
+        """Let the lane wait for the work enqueued so far in the steps' stream, and for these transfers."""
         if lane.stream is None:
             return
         lane.stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -32,9 +32,9 @@ def cuda_memory_needs(
     spare: SpareMemory = SpareMemory.LEFT,
     staging_bytes: int = 0,
 ) -> MemoryNeeds:
-    """Ask once, after the weights are loaded. `activation_bytes` of the answer is everything but weights and pool:
-    static buffers, the worst step, all recorded graphs, and staging_bytes for copies to the host. Raises DoesNotFit
-    where not even the rehearsal does."""
+    """Call once, after the weights are loaded. `activation_bytes` of the result covers everything but weights and pool:
+    static buffers, the worst step, all recorded graphs, and staging_bytes for copies to the host. Raises DoesNotFit if
+    not even the rehearsal fits."""
     device = weights.embed_VD.device
     available_bytes = _free_bytes(device)
     kv_dtype = config.kv_dtype or weights.dtype
@@ -64,7 +64,7 @@ def cuda_memory_needs(
 
 
 def _rehearse(weights: GpuWeights, config: CudaRunnerConfig) -> int:
-    """Bytes that a runner has taken once its largest steps have run, and its graphs will take."""
+    """Bytes that a runner holds once its largest steps have run, plus what its graphs will take."""
     device = weights.embed_VD.device
     before = _free_bytes(device)
     with torch.inference_mode():

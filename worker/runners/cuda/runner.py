@@ -46,8 +46,8 @@ _FINITE = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutputs:
-    """Of every row of the step as it was run: token_B (int32), is_finite_B and is_exhausted_B (bool; new arrays),
-    answer_BX (int32). Views are overwritten by the next step but one."""
+    """For every row of the step as it was run: token_B (int32), is_finite_B and is_exhausted_B (bool; new arrays),
+    answer_BX (int32). Views are overwritten by the step after the next."""
 
     token_B: np.ndarray
     is_finite_B: np.ndarray
@@ -79,11 +79,12 @@ class ResultBuffers:
         self._turn = 0
 
     def record(self, recorder: Recorder) -> None:
-        """Make what `send` enqueues for every step one launch."""
+        """Record what `send` enqueues for every step, so that it is a single launch."""
         self._sends = [recorder.record(partial(self._send, turn)) for turn in range(len(self._buffers))]
 
     def send(self, *, num_answers: int) -> int:
-        """Enqueue what brings the result and the first rows' log-probabilities; returns what to `wait` for."""
+        """Enqueue the transfer of the tokens and of the first num_answers rows' log-probabilities. Returns what to
+        `wait` for."""
         turn = self._turn
         if num_answers:
             self._answers[turn][:num_answers].copy_(self._answer_BX[:num_answers], non_blocking=True)
@@ -97,7 +98,7 @@ class ResultBuffers:
             self._events[turn].record()
 
     def wait(self, turn: int) -> StepOutputs:
-        """Wait for that to be there."""
+        """Wait for that transfer."""
         if self._events:
             self._events[turn].synchronize()
         array = self._arrays[turn]
@@ -111,14 +112,14 @@ class ResultBuffers:
 
 
 class DeviceLost(Exception):
-    """The CUDA context is unusable: after an illegal access, a device-side assertion or a lost device every further
-    call fails with the same error. Not a RunnerError on purpose: the engine must end, and its supervisor start it
-    again."""
+    """The CUDA context is unusable: after an illegal access, a device-side assertion or a lost device, every further
+    call fails with the same error. Deliberately not a RunnerError: the engine must end, so that its supervisor restarts
+    it."""
 
 
 def runner_error(error: Exception, device: torch.device) -> RunnerError:
-    """The step's error, where the device still works; after an out-of-memory, the allocator's unused memory is given
-    back. Raises DeviceLost where the device does not work any more."""
+    """The step's error, if the device still works; after an out-of-memory, the allocator's unused memory is released.
+    Raises DeviceLost if the device no longer works."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -132,8 +133,8 @@ def runner_error(error: Exception, device: torch.device) -> RunnerError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _LaunchedStep:
-    """A launched step. first_end: where the tokens of ended chunks begin in the result. held: it waits for masks.
-    error: it failed after its launch."""
+    """A launched step. first_end: where tokens of ended chunks begin in the result. held: it waits for masks. error: it
+    failed after its launch."""
 
     step: int
     num_decodes: int
@@ -148,7 +149,7 @@ class _LaunchedStep:
 
 
 class CudaRunner:
-    """Implements `worker.runners.interface.Runner`. Takes the weights as they are; `record` before serving.
+    """Implements `worker.runners.interface.Runner`. Takes the weights as they are; call `record` before serving.
 
     With Launching.EAGER it also runs on a CPU, in Triton's interpreter: the same steps, kernel by kernel.
     """
@@ -181,7 +182,7 @@ class CudaRunner:
 
     @property
     def special(self) -> SpecialRows:
-        """Rows that the whole sampler serves."""
+        """Rows that are sampled by the whole sampler."""
         return self._step_sampler.special
 
     @property
@@ -190,7 +191,8 @@ class CudaRunner:
         return self.graphs.kv
 
     def record(self, on_progress: OnProgress = lambda done, total: None) -> float:
-        """Record every shape of step, so that serving launches graphs and compiles nothing. Seconds taken."""
+        """Record every shape of step, so that serving launches graphs and compiles nothing. Returns the seconds
+        taken."""
         if self.config.launching is Launching.EAGER:
             return 0.0
         with torch.inference_mode():
@@ -199,7 +201,7 @@ class CudaRunner:
             return self.graphs.record(on_progress)
 
     def run_all(self) -> None:
-        """Enqueue everything that serving launches, once: to compile it."""
+        """Enqueue everything that serving launches, once, to compile it."""
         self.graphs.run_all()
         self._step_sampler.warm_up()
         self._results.send(num_answers=0)
@@ -208,8 +210,8 @@ class CudaRunner:
     # ------------------------------------------------------------ the protocol
 
     def launch(self, plan: StepPlan) -> None:
-        """Enqueue a step. Raises RunnerError, RunnerOutOfMemory: its rows must join again then, as the engine has it.
-        Raises DeviceLost where the process must end."""
+        """Enqueue a step. Raises RunnerError, RunnerOutOfMemory; its rows must then join again, which the engine does.
+        Raises DeviceLost if the process must end."""
         if len(self._in_flight) >= self.max_in_flight:
             raise RunnerError(f"step {plan.step} would be one more in flight than {self.max_in_flight}")
         try:
@@ -219,8 +221,8 @@ class CudaRunner:
             raise runner_error(error, self._device) from error
 
     def constrain(self, masks: StepMasks) -> None:
-        """Let the newest step choose its tokens, whose grammars allow what these masks say. Nothing where it does not
-        wait. Raises DeviceLost where the process must end."""
+        """Let the newest step choose its tokens, within these masks. Does nothing if the step does not wait for masks.
+        Raises DeviceLost if the process must end."""
         launched = self._in_flight[-1] if self._in_flight else None
         if launched is None or launched.held is None:
             return
@@ -233,8 +235,8 @@ class CudaRunner:
             self._in_flight[-1] = replace(launched, held=None, error=runner_error(error, self._device))
 
     def collect(self) -> StepResult:
-        """The oldest launched step. Raises LookupError, also for a step that still waits for masks; RunnerError where
-        choosing failed; DeviceLost where the process must end."""
+        """The result of the oldest launched step. Raises LookupError, also for a step that still waits for masks;
+        RunnerError if choosing failed; DeviceLost if the process must end."""
         if not self._in_flight or self._in_flight[0].held is not None:
             raise LookupError("no step is in flight, or it waits for masks")
         launched = self._in_flight.popleft()
@@ -260,13 +262,13 @@ class CudaRunner:
         )
 
     def measure_copies(self) -> float:
-        """Seconds for a block, one way; on an idle runner with host blocks."""
+        """Seconds per block, one way; on an idle runner with host blocks."""
         assert self._host_copies is not None
         with torch.inference_mode():
             return self._host_copies.measure(self.config.num_blocks)
 
     def close(self) -> None:
-        """Forget the steps in flight and the recorded ones. Idempotent."""
+        """Drop the steps in flight and the recorded ones. Idempotent."""
         if self._host_copies is not None:
             self._host_copies.wait()
             self._host_copies = None
@@ -303,7 +305,7 @@ class CudaRunner:
         )
 
     def _apply(self, plan: StepPlan) -> None:
-        """Joins and block updates into the changes; copies at once, behind the steps in flight."""
+        """Put joins and block updates into the changes; enqueue copies at once, after the steps in flight."""
         for new in plan.new_requests:
             self._join(new)
         self._rows.put_blocks(plan.block_updates_U3)
@@ -318,8 +320,8 @@ class CudaRunner:
         self._tokens_R[new.slot] = new.token_ids_T
 
     def _check_blocks(self, plan: StepPlan) -> None:
-        """A slot without a block where the plan writes is a mistake of the plan: it must not become a write into
-        another request's block. Raises ValueError."""
+        """Raises ValueError if a slot has no block where the plan writes: that is a defect of the plan, and must not
+        become a write into another request's block."""
         table_RM, block_size = self._rows.table_RM, self.config.block_size
         slots_S = plan.decode_slots_S
         blocks_S = table_RM[slots_S, plan.decode_positions_S // block_size]

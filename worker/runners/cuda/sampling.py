@@ -1,10 +1,10 @@
-"""How a step's tokens are chosen where a temperature is not all: other sampling parameters of its rows, and masks.
+"""How a step's tokens are chosen for rows with more than a temperature: other sampling parameters, and masks.
 
 The last kernel of a step chooses a token for every row by its temperature alone. Rows that ask for more get another
-token from the same logits, and all other rows of the batch stay untouched. That happens on the device
-(model/gpu/sampling_state.py) and nothing waits, unless a row needs more than there is room for
-(model/gpu/sampling_columns.py): such special rows go through the whole sampler (model/sampling/sampler.py), and the
-host waits for their tokens, for a row's history must hold them before the next step. Must not know: how the step was
+token from the same logits; all other rows of the batch stay untouched. This happens on the device
+(model/gpu/sampling_state.py) without waiting, unless a row needs more than there is room for
+(model/gpu/sampling_columns.py): such rows go through the whole sampler (model/sampling/sampler.py), and the host
+waits for their tokens, because a row's history must hold them before the next step. Must not know: how the step was
 launched, who waits for the tokens.
 
 Legend: R slots · B rows of the step as it was run · S sampled rows of the plan · N some of them · V vocabulary ·
@@ -37,7 +37,7 @@ _NO_SAMPLING: Mapping[str, float] = dict.fromkeys(SAMPLING_COLUMNS, 0)
 
 
 class RowSampling:
-    """What the host remembers of the device's rows; stale for free slots."""
+    """The host's copy of the device's sampling rows; stale for free slots."""
 
     def __init__(self, state: SamplingState, *, max_slots: int) -> None:
         self._state = state
@@ -45,8 +45,8 @@ class RowSampling:
         self._num_logprobs_R = np.zeros(max_slots, np.int64)
 
     def join(self, new: NewRequest, params: SamplingParams) -> Mapping[str, float] | None:
-        """The row's columns of the state; what is larger is on its way. None where only the whole sampler can do it:
-        `leave` then."""
+        """The row's columns of the state; larger parameters are already on their way. None if only the whole sampler
+        can serve it: call `leave` then."""
         grammar = Feature.NONE if new.sampling.grammar is None else Feature.GRAMMAR
         plan = plan_row(params, features_of(params) | grammar, vocab_size=self._state.vocab_size)
         if plan is None:
@@ -57,26 +57,26 @@ class RowSampling:
         return plan.columns
 
     def leave(self, new: NewRequest) -> Mapping[str, float]:
-        """The columns of a row that needs nothing here, but for a grammar's mask: the whole sampler has it."""
+        """The columns of a row that the whole sampler serves, which needs nothing here."""
         self._stage_R[new.slot] = Stage.SPECIAL | (Stage.NONE if new.sampling.grammar is None else Stage.GRAMMAR)
         return _NO_SAMPLING
 
     def stages(self, slots_S: np.ndarray) -> Stage:
-        """What a step with these rows runs."""
+        """The stages that a step with these rows runs."""
         return Stage(int(np.bitwise_or.reduce(self._stage_R[slots_S], initial=0)))
 
     def special(self, slots_S: np.ndarray) -> np.ndarray:
-        """int64: which of the rows the whole sampler has."""
+        """int64: those of the rows that the whole sampler serves."""
         return np.flatnonzero(self._stage_R[slots_S] & Stage.SPECIAL)
 
     def with_logprobs(self, slots_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64: which of the rows want log-probabilities, and of how many likely tokens."""
+        """int64: those of the rows that want log-probabilities, and of how many likely tokens."""
         index_N = np.flatnonzero(self._stage_R[slots_S] & Stage.LOGPROBS)
         return index_N, self._num_logprobs_R[slots_S[index_N]]
 
 
 class SpecialRows:
-    """Rows of the whole sampler; stale for free slots."""
+    """Rows that the whole sampler serves; stale for free slots."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class SpecialRows:
         self._sampler = sampler(vocab_size=vocab_size, history=self._history, device=device)
 
     def join(self, new: NewRequest, params: SamplingParams) -> None:
-        """A request that needs it enters the slot."""
+        """A request that needs the whole sampler enters the slot."""
         self._is_special_R[new.slot] = True
         self._history.put(new.slot, new.token_ids_T, new.num_prompt_tokens)
         self._sampler.join(new.slot, params, new.token_ids_T[new.num_prompt_tokens :])
 
     def leave(self, new: NewRequest) -> None:
-        """Another one enters it: forget what the slot had."""
+        """Another request enters the slot: drop what it had."""
         if self._is_special_R[new.slot]:
             self._is_special_R[new.slot] = False
             self._sampler.join(new.slot, SamplingParams(), new.token_ids_T[:0])
@@ -115,8 +115,8 @@ class SpecialRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRows:
-    """The rows of a launched step. rows_B: int32 on the device. first_end: where those of ended chunks begin in it.
-    slots_S: ``plan.sampled_slots``. stages: what sampling them takes."""
+    """The rows of a launched step. rows_B: int32 on the device. first_end: where those of ended chunks begin. slots_S:
+    ``plan.sampled_slots``. stages: needed to sample them."""
 
     plan: StepPlan
     rows_B: torch.Tensor
@@ -130,7 +130,7 @@ class StepRows:
         return Stage.GRAMMAR in self.stages
 
     def columns(self, index_N: np.ndarray) -> np.ndarray:
-        """Where rows of ``plan.sampled_slots`` are in the step."""
+        """Where these rows of ``plan.sampled_slots`` are in the step."""
         num_decodes = len(self.plan.decode_slots_S)
         return np.where(index_N < num_decodes, index_N, index_N - num_decodes + self.first_end)
 
@@ -138,7 +138,8 @@ class StepRows:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLogprobs:
     """index_N: rows of ``plan.sampled_slots`` whose log-probabilities come with the tokens, from column_N of the step,
-    count_N likely tokens each. num_answers: rows of the step to bring home for them. logprobs: those known already."""
+    with count_N likely tokens each. num_answers: rows of the step to transfer for them. logprobs: those known
+    already."""
 
     index_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     column_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -192,7 +193,8 @@ class StepSampler:
         return StepRows(plan=plan, rows_B=rows_B, first_end=first_end, slots_S=slots_S, stages=stages)
 
     def run(self, rows: StepRows, masks: StepMasks | None) -> StepLogprobs:
-        """Enqueue every kernel that the step's rows need. Waits for the device only where a row is special."""
+        """Enqueue every kernel that the step's rows need. Waits for the device only if a row needs the general
+        sampler."""
         if not rows.stages:
             return _NO_LOGPROBS
         slots_S, stages = rows.slots_S, rows.stages & ~Stage.SPECIAL
@@ -227,8 +229,8 @@ class StepSampler:
 
 
 def _divided(masks: StepMasks, special_N: np.ndarray) -> tuple[StepMasks | None, TokenMasks | None]:
-    """The masks of the device's rows, and those of the whole sampler's, by their place among special_N; None for none
-    of them."""
+    """The masks of the device's rows, and those of the whole sampler's rows, by position in special_N; None if there
+    are none."""
     if not len(special_N):
         return masks, None
     is_special_N = np.isin(masks.index_N, special_N)
@@ -239,7 +241,7 @@ def _divided(masks: StepMasks, special_N: np.ndarray) -> tuple[StepMasks | None,
 
 
 def read_logprobs(chosen: StepLogprobs, answer_BX: np.ndarray) -> dict[int, SlotLogprobs]:
-    """By index into ``plan.sampled_slots``. answer_BX: int32, as model/kernels/sampling/logprobs.py has it."""
+    """By index into ``plan.sampled_slots``. answer_BX: int32, in the layout of model/kernels/sampling/logprobs.py."""
     if not len(chosen.index_N):
         return chosen.logprobs
     words_NX = answer_BX[chosen.column_N]
@@ -260,6 +262,6 @@ def read_logprobs(chosen: StepLogprobs, answer_BX: np.ndarray) -> dict[int, Slot
 
 
 def _lengths(plan: StepPlan) -> np.ndarray:
-    """int64: tokens that each sampled row holds, the one to be sampled not counted."""
+    """int64: tokens that each sampled row holds, before the one to be sampled."""
     ends = [c.start + c.num_tokens for c in plan.prefill if c.is_last for _ in (c.slot, *c.forks)]
     return np.concatenate([plan.decode_positions_S.astype(np.int64) + 1, np.asarray(ends, np.int64)])

@@ -64,12 +64,12 @@ class MixedLayout:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """T, including padding."""
         return self.num_decodes + self.num_chunk_tokens
 
     @cached_property
     def sections(self) -> dict[str, slice]:
-        """Where each field of MixedInputs lies in the payload, in words."""
+        """Where each field of MixedInputs is in the payload, in words."""
         num_sampled = self.num_decodes + self.num_ends
         counts = {
             "ids_T": self.num_tokens, "row_T": self.num_tokens, "position_T": self.num_tokens,
@@ -84,7 +84,7 @@ class MixedLayout:
 
     @cached_property
     def num_words(self) -> int:
-        """Of the whole payload."""
+        """Size of the whole payload."""
         return self.sections["position_E"].stop
 
     def inputs(self, payload_U: torch.Tensor) -> MixedInputs:
@@ -94,7 +94,7 @@ class MixedLayout:
         return MixedInputs(num_decodes=self.num_decodes, **views)
 
     def fill(self, words_U: np.ndarray, plan: StepPlan, tokens_R: Sequence[np.ndarray], *, scratch_row: int) -> None:
-        """Write the plan, at most this large, into the payload. tokens_R: known tokens of each slot."""
+        """Write the plan, which must fit, into the payload. tokens_R: known tokens of each slot."""
         words_U[:] = 0
         part = {name: words_U[section] for name, section in self.sections.items()}
         num_decodes = len(plan.decode_slots_S)
@@ -129,14 +129,15 @@ class MixedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedShapes:
-    """The shapes that are recorded for a runner: every pair of these sizes."""
+    """The shapes recorded for a runner: every pair of these sizes."""
 
     decode_sizes: tuple[int, ...]
     token_sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, *, max_slots: int, max_batch_tokens: int) -> "MixedShapes":
-        """Up to all slots; up to the largest token size, beyond which launching is faster than computing."""
+        """Up to all slots, and up to the largest token size, beyond which launching kernels is faster than
+        computing."""
         decode_sizes = (*(size for size in DECODE_SIZES if size < max_slots), max_slots)
         largest = min(max_batch_tokens, TOKEN_SIZES[-1])
         token_sizes = (*(size for size in TOKEN_SIZES if size < largest), largest)
@@ -144,17 +145,17 @@ class MixedShapes:
 
     @property
     def max_chunks(self) -> int:
-        """A step of no more chunks and no more tokens than the largest shape has fits one of them."""
+        """A step with no more chunks, and no more tokens than the largest shape, fits one of the shapes."""
         return _num_chunks(self.token_sizes[-1])
 
     def layouts(self) -> list[MixedLayout]:
-        """Largest first: what a recording needs, smaller ones find there."""
+        """Largest first: smaller recordings reuse its memory."""
         sizes = [(tokens, decodes) for tokens in self.token_sizes for decodes in self.decode_sizes]
         return [_padded(decodes, tokens) for tokens, decodes in sorted(sizes, reverse=True)]
 
     def find(self, exact: MixedLayout, num_chunks: int) -> MixedLayout | None:
-        """The smallest shape that a step of this layout and so many chunks fits into; None where there is none. Forks
-        of a prompt end with it: they may be more than the chunks."""
+        """The smallest shape that a step of this layout and this many chunks fits into; None if there is none. Forks of
+        a prompt end with it, so there may be more of them than chunks."""
         num_chunks = max(num_chunks, exact.num_ends)
         if exact.num_chunk_tokens > self.token_sizes[-1] or exact.num_decodes > self.decode_sizes[-1]:
             return None
@@ -166,7 +167,7 @@ class MixedShapes:
 
 
 def _num_chunks(num_tokens: int) -> int:
-    """Chunks that a recorded step of so many chunk tokens has room for."""
+    """How many chunks a recorded step with this many chunk tokens has room for."""
     return min(MAX_RECORDED_CHUNKS, max(2, num_tokens // 16))
 
 
@@ -181,7 +182,7 @@ def _padded(num_decodes: int, num_tokens: int) -> MixedLayout:
 
 
 def worst_layout(*, max_slots: int, max_batch_tokens: int) -> MixedLayout:
-    """At least as large as any step, recorded or not, in every field."""
+    """A layout at least as large as that of any step, recorded or not, in every field."""
     return MixedLayout(
         num_decodes=max_slots,
         num_chunk_tokens=max_batch_tokens,
@@ -249,7 +250,7 @@ class StagedRows:
         self._pending: list[np.ndarray] = []
 
     def join(self, new: NewRequest, sampling: Mapping[str, float]) -> None:
-        """The row stands before its last known token, with an empty table. sampling: by name of SAMPLING_COLUMNS."""
+        """The row stands before its last known token, with an empty table. sampling: by name in SAMPLING_COLUMNS."""
         slot, words_W, layout = new.slot, self.words_W, self.layout
         self.table_RM[slot] = NO_BLOCK
         self._seed_R[slot] = np.uint64(new.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
@@ -273,7 +274,7 @@ class StagedRows:
             self._pending.append(self.layout.table + slot_U * self.layout.table_width + column_U)
 
     def set_batch(self, slots_S: np.ndarray, size: int) -> None:
-        """The first `size` rows of the batch are these slots (int32), then scratch; only what differs is sent."""
+        """The first `size` rows of the batch are these slots (int32), then scratch. Only differences are sent."""
         batch_A = self._batch_A[:size]
         num_rows = len(slots_S)
         if (batch_A[:num_rows] == slots_S).all() and (batch_A[num_rows:] == self.scratch_row).all():
@@ -285,7 +286,7 @@ class StagedRows:
         self._pending.append(self.layout.batch + differs_C)
 
     def take(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """int32 indices and values of everything that changed, None where nothing did."""
+        """int32 indices and values of everything that changed; None if nothing did."""
         if not self._pending:
             return None
         index_C = self._pending[0] if len(self._pending) == 1 else np.concatenate(self._pending)
@@ -311,12 +312,12 @@ class StagingBuffer:
         self._turn = 0
 
     def payload(self, num_words: int) -> np.ndarray:
-        """int32 view of the present buffer, to be filled before `send`; holds stale words."""
+        """int32 view of the current buffer, to be filled before `send`; contains stale words."""
         return self._arrays[self._turn][HEADER_WORDS : HEADER_WORDS + num_words]
 
     def send(self, num_payload: int) -> None:
-        """Enqueue the copy of the payload and of all pending changes; nothing where there are neither. The next step
-        gets the next buffer."""
+        """Enqueue the copy of the payload and of all pending changes; nothing if there are none. The next step gets the
+        next buffer."""
         changed = self._changes.take()
         if changed is None and not num_payload:
             return
