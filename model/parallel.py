@@ -39,7 +39,7 @@ JOIN_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 10.0
 """For NCCL to end: it waits for every graph that holds a sum of its, and what failed may hold some."""
 
-MOST_TOLD = 512
+MAX_TEXT_BYTES = 512
 
 Part = tuple[slice, ...]
 """What a rank has of a tensor, a slice for each dimension."""
@@ -50,69 +50,68 @@ _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all
 
 
 class PeerSums(Protocol):
-    """A way to sum small tensors beside the group's own."""
+    """An alternative to the group's own sums, for small tensors."""
 
     def takes(self, partial: torch.Tensor) -> bool:
-        """Whether it is the faster one for tensors of this shape: the same on every rank."""
+        """Whether it is faster for tensors of this shape; the same answer on every rank."""
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Where such a tensor must lie to be summed next: sums come in pairs, as a layer has them, and each begins with
-        this."""
+        """Memory for the tensor to be summed next. Sums come in pairs, as in a layer; each begins with this."""
 
     def first_room(self, like: torch.Tensor) -> torch.Tensor:
-        """The same for the one sum that comes before the pairs of a step."""
+        """`room` for the one sum that precedes the pairs of a step."""
 
     def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
-        """out: the sum over all ranks of what lies there."""
+        """Write to `out` the sum over all ranks of what is in `room`."""
 
     def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
-        """x: itself and the sum over all ranks of what lies there."""
+        """Add to x the sum over all ranks of what is in `room`."""
 
 
 class PeerJoins(Protocol):
-    """A way to join columns beside the group's own."""
+    """An alternative to the group's own concatenation of columns."""
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Where such a tensor must lie to be joined: the same memory for all of a dtype. None where there is none."""
+        """Memory for the tensor to be joined; the same memory for all tensors of a dtype. None if there is none."""
 
     def takes(self, part: torch.Tensor) -> bool:
-        """Whether this tensor lies there and this is the faster way for its shape: the same on every rank."""
+        """Whether this tensor is in such memory and this is faster for its shape; the same answer on every rank."""
 
     def concatenate(self, room: torch.Tensor, out: torch.Tensor) -> None:
-        """out: all ranks' columns, in their order. What lies there may be changed when a sum has begun since."""
+        """Write all ranks' columns to `out`, in order. `room` may be overwritten once a later sum has begun."""
 
 
 class DividedSums(Protocol):
-    """A way to sum many rows of the residual stream, of which each rank sums a share for all."""
+    """An alternative way to sum many rows of the residual stream: each rank sums a share of the rows for all."""
 
     def stream(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Where such a stream must lie: the same memory for all. None where there is none."""
+        """Memory for such a stream; always the same. None if there is none."""
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether x, the first rows of a stream, lies there and this is the faster way for it: the same on every
+        """Whether x, the first rows of a stream, is in such memory and this is faster for it; the same answer on every
         rank."""
 
     def parts(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Which rows of the next product are to be written where, each before the next is asked for."""
+        """(rows of the next product, where to write them); write each before asking for the next."""
 
     def add(self, x: torch.Tensor) -> None:
-        """x: itself and the sum of all ranks' products, once its rows have arrived."""
+        """Add to x the sum of all ranks' products, once its rows have arrived."""
 
     def arrivals(self, x: torch.Tensor) -> Iterator[slice]:
-        """Rows of x that may be read, all of them in turn: those that are there first."""
+        """Rows of x that may be read, as they arrive, until all have been given."""
 
 
 class Sums(Enum):
-    """In which order a sum over ranks adds: FAST, as the library likes it, which may depend on how many rows there are;
-    or BY_RANK, in fp32 from rank 0 on and rounded once, so that a row's bits depend on nothing but the row and the
-    number of ranks (docs/decisions/0006-deterministic-mode.md)."""
+    """The order of additions in a sum over ranks. FAST: whatever the library does, which may depend on the number of
+    rows. BY_RANK: in fp32 from rank 0 on and rounded once, so that a row's bits only depend on the row and the number
+    of ranks (docs/decisions/0006-deterministic-mode.md)."""
 
     FAST = "fast"
     BY_RANK = "by rank"
 
 
 class Exchanges:
-    """How long this process was in exchanges with other ranks, waiting for them included."""
+    """Time that this process spent exchanging with other ranks, waiting included."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -127,9 +126,9 @@ class Exchanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank, or where
-    nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums. joins: see PeerJoins.
-    divided: see DividedSums. exchanges: how long they took."""
+    """A group of ranks, seen from one of them. group: of torch.distributed; None with one rank, or for a rehearsal
+    without the other ranks, whose numbers are meaningless. peers: see PeerSums. joins: see PeerJoins. divided: see
+    DividedSums. exchanges: time spent in them."""
 
     rank: int = 0
     size: int = 1
@@ -141,15 +140,15 @@ class Ranks:
     exchanges: Exchanges = field(default_factory=Exchanges, compare=False)
 
     def room(self, like: torch.Tensor, *, plain: torch.Tensor | None = None) -> torch.Tensor:
-        """Memory of this shape for what `sum` or `add_sum` is given next, with nothing in it. plain: for the first sum
-        of a step, what will do where it need not be special; None: one of a pair of sums, with new memory."""
+        """Uninitialised memory of this shape for the next `sum` or `add_sum`. plain: for the first sum of a step, the
+        memory to use unless special memory is needed; None: one of a pair of sums, with new memory."""
         if self.peers is not None and self.peers.takes(like):
             return self.peers.room(like) if plain is None else self.peers.first_room(like)
         return torch.empty_like(like) if plain is None else plain
 
     def sum(self, partial: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of all ranks' tensors, in `out`; where that is None, in place or in new memory. partial: in what
-        `room` gave, and worth nothing afterwards."""
+        """The sum of all ranks' tensors, in `out`; if that is None, in place or in new memory. partial: in memory from
+        `room`; its content is lost."""
         if self.peers is not None and self.peers.takes(partial):
             out = torch.empty_like(partial) if out is None else out
             self.peers.sum(partial, out)
@@ -166,49 +165,49 @@ class Ranks:
         return partial if out is None or out is partial else out.copy_(partial)
 
     def add_sum(self, partial: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """x, to which the sum of all ranks' tensors was added; see `sum`."""
+        """Add the sum of all ranks' tensors to x, and return x; see `sum`."""
         if self.peers is not None and self.peers.takes(partial):
             self.peers.add(partial, x)
             return x
         return x.add_(self.sum(partial))
 
     def stream(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the residual stream of a step that may have many rows; for one step only."""
+        """Memory for the residual stream of a step that may have many rows; valid for one step."""
         found = None if self.divided is None else self.divided.stream(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device) if found is None else found
 
     def shares(self, x: torch.Tensor) -> DividedSums | None:
-        """What sums x, the first rows of what `stream` gave, by shares; None where `room` and `add_sum` are for it."""
+        """The DividedSums for x (the first rows of a `stream`); None if `room` and `add_sum` should be used."""
         return self.divided if self.divided is not None and self.divided.takes(x) else None
 
     def arrivals(self, x: torch.Tensor) -> Iterator[slice]:
-        """Rows of a stream that may be read, all of them in turn: those that are there first."""
+        """Rows of a stream that may be read, as they arrive, until all have been given."""
         shares = self.shares(x)
         return iter((slice(0, len(x)),)) if shares is None else shares.arrivals(x)
 
     def await_arrivals(self, x: torch.Tensor) -> None:
-        """All rows of a stream may be read afterwards."""
+        """Wait until all rows of a stream may be read."""
         for _ in self.arrivals(x):
             pass
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """The minimum of all ranks' numbers."""
         if self.group is None:
             return number
         numbers = torch.tensor([number])
         distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN, group=self.group)
         return int(numbers)
 
-    def tell(self, text: str) -> list[str]:
-        """Every rank's text, in their order. Raises ValueError for more than MOST_TOLD bytes."""
+    def gather_texts(self, text: str) -> list[str]:
+        """All ranks' texts, in order of the ranks. Raises ValueError for more than MAX_TEXT_BYTES bytes."""
         data = text.encode()
-        if len(data) > MOST_TOLD:
-            raise ValueError(f"ranks tell each other up to {MOST_TOLD} bytes, not {len(data)}")
-        told = self._gather(torch.frombuffer(bytearray(data.ljust(MOST_TOLD, b"\0")), dtype=torch.uint8))
-        return [each.numpy().tobytes().rstrip(b"\0").decode() for each in told]
+        if len(data) > MAX_TEXT_BYTES:
+            raise ValueError(f"ranks exchange texts of up to {MAX_TEXT_BYTES} bytes, not {len(data)}")
+        texts = self._gather(torch.frombuffer(bytearray(data.ljust(MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8))
+        return [each.numpy().tobytes().rstrip(b"\0").decode() for each in texts]
 
     def agree(self, value: Agreed) -> Agreed:
-        """Rank 0's value, which can be pickled."""
+        """Rank 0's value, on every rank; must be picklable."""
         if self.group is None:
             return value
         values = [value]
@@ -216,12 +215,12 @@ class Ranks:
         return values[0]
 
     def room_of_columns(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for columns that `concatenate` is given often."""
+        """Memory for columns that are often given to `concatenate`."""
         room = None if self.joins is None else self.joins.room(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device) if room is None else room
 
     def concatenate(self, part_SW: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[S, V] of all ranks' columns, in the order of the ranks; out: where to, None: in new memory."""
+        """[S, V]: all ranks' columns, in order of the ranks. out: where to write; None: new memory."""
         if out is not None and self.joins is not None and self.joins.takes(part_SW):
             self.joins.concatenate(part_SW, out)
             return out
@@ -232,7 +231,7 @@ class Ranks:
         return out
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Every rank's, in their order, along a new first dimension."""
+        """All ranks' tensors, in order, along a new first dimension."""
         parts = part.new_empty(self.size, *part.shape)
         if self.group is None:
             return parts.copy_(part)
@@ -241,7 +240,7 @@ class Ranks:
         return parts
 
     def embed(self, ids_T: torch.Tensor, weight_WD: torch.Tensor) -> torch.Tensor:
-        """A row for each id, of a weight whose rows are cut over the ranks."""
+        """A row for each id, from a weight whose rows are divided among the ranks."""
         row_T = ids_T - self.rank * len(weight_WD)
         is_elsewhere_T = (row_T < 0) | (row_T >= len(weight_WD))
         found_TD = F.embedding(row_T.masked_fill(is_elsewhere_T, 0), weight_WD)
@@ -260,10 +259,10 @@ def join_ranks(
     device: torch.device | str = "cpu",
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Iterator[Ranks]:
-    """This process as one of `size` on one host: tensors of CPUs are summed by gloo, of CUDA devices by NCCL.
+    """This process as one of `size` ranks on one host. Tensors on CPUs are summed by gloo, on CUDA devices by NCCL.
 
-    meeting: a file that does not exist yet, the same for all ranks, in a folder that no one else writes to. device: of
-    this rank alone; torch's current one from here on. Raises RuntimeError where not all come in time.
+    meeting: a file that does not exist yet, the same for all ranks, in a folder to which no one else writes. device: of
+    this rank alone; becomes torch's current device. Raises RuntimeError if not all ranks join in time.
     """
     if size == 1:
         yield ALONE
@@ -292,7 +291,7 @@ def join_ranks(
 
 
 def _leave(ranks: Ranks) -> None:
-    """The group ends, or else this process does without asking anyone, as soon as Python is done."""
+    """Leave the group, or let this process end as soon as Python is done, without asking the other ranks."""
     ending = threading.Thread(target=abort, args=(ranks,), name="leave", daemon=True)
     ending.start()
     ending.join(LEAVE_TIMEOUT_S)
@@ -309,13 +308,13 @@ def _exit_hard(status: int) -> None:
 
 
 def has_device_sums(ranks: Ranks) -> bool:
-    """Whether sums are CUDA devices' own, which wait for their peers whatever becomes of them."""
+    """Whether sums run on CUDA devices, which wait for their peers whatever happens to them."""
     return ranks.group is not None and "nccl" in distributed.get_backend_config(ranks.group)
 
 
 def abort(ranks: Ranks) -> None:
-    """Let NCCL's sums that wait for a rank which will not come end, with nothing in them. From any thread. A sum over
-    gloo fails by itself when the other end is gone."""
+    """End NCCL sums that wait for a rank which will not come; their results are undefined. From any thread. A gloo sum
+    fails by itself when the other end is gone."""
     if has_device_sums(ranks):
         assert ranks.group is not None
         with suppress(RuntimeError):  # it has ended already
@@ -323,7 +322,7 @@ def abort(ranks: Ranks) -> None:
 
 
 def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape of what one of `size` ranks has. The vocabulary is the whole one's: every rank knows all ids.
+    """The shape of one rank's part. The vocabulary stays whole: every rank knows all ids.
 
     Raises ConfigError naming the field that cannot be divided.
     """
@@ -348,8 +347,8 @@ def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _check_packed(part: ModelConfig, size: int) -> None:
-    """part: of one of `size` ranks. Raises ConfigError where a cut goes through a word of packed integers, or through a
-    group of inputs that have one scale: a rank reads whole ones."""
+    """part: of one of `size` ranks. Raises ConfigError if a cut would split a word of packed integers or a group of
+    inputs with one scale: ranks read whole ones."""
     settings, layers = part.quantization, range(part.num_hidden_layers)
     if settings is None:
         return
@@ -374,8 +373,8 @@ def _check_packed(part: ModelConfig, size: int) -> None:
 
 
 def part_of(name: str, shape: tuple[int, ...], config: ModelConfig, ranks: Ranks) -> Part:
-    """What a rank has of the checkpoint's tensor of this name. config: of the whole model. Raises ValueError for a name
-    of which the family does not say how it is cut."""
+    """A rank's part of the checkpoint tensor of this name. config: of the whole model. Raises ValueError if the family
+    does not say how it is divided."""
     whole = tuple(slice(0, length) for length in shape)
     module = name.split(".")[-2]
     if module not in config.family.cuts or (len(shape) == 1 and config.family.cuts[module] is Cut.INPUTS):

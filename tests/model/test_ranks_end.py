@@ -59,7 +59,7 @@ from octavo.model import parallel
 parallel.LEAVE_TIMEOUT_S = 0.1
 parallel.abort = lambda ranks: threading.Event().wait()
 with parallel.join_ranks(Path(sys.argv[1]), rank=int(sys.argv[2]), size=2) as ranks:
-    told = ranks.tell("x")
+    told = ranks.gather_texts("x")
     if sys.argv[3] == "fails":
         raise LookupError("nothing there")
 print("after", told)

@@ -32,7 +32,7 @@ def check_agreement(ranks: Ranks, *, build: str, checkpoint: str) -> None:
         ("another build of Octavo", build, "install one build everywhere and start again"),
         ("another checkpoint", checkpoint, "its files changed while the ranks started, or differ between hosts"),
     ):
-        first, *others = ranks.tell(own)
+        first, *others = ranks.gather_texts(own)
         for rank, theirs in enumerate(others, start=1):
             if theirs != first:
                 raise RanksDiffer(
@@ -43,7 +43,7 @@ def check_agreement(ranks: Ranks, *, build: str, checkpoint: str) -> None:
 def check_unchanged(ranks: Ranks, folder: Path, *, checkpoint: str) -> None:
     """On every rank, once it has read all of the folder; checkpoint: what that was called before. Raises RanksDiffer,
     on every rank the same."""
-    for rank, now in enumerate(ranks.tell(checkpoint_name(folder))):
+    for rank, now in enumerate(ranks.gather_texts(checkpoint_name(folder))):
         if now != checkpoint:
             raise RanksDiffer(
                 f"rank {rank} of {ranks.size} has read a checkpoint that changed meanwhile ({now}, not {checkpoint}): "

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from octavo.model.parallel import MOST_TOLD, Ranks
+from octavo.model.parallel import MAX_TEXT_BYTES, Ranks
 from octavo.worker.config import WorkerConfig
 from octavo.worker.loading import agreement, group
 from octavo.worker.loading.agreement import RanksDiffer, build_name, check_agreement, checkpoint_name
@@ -64,14 +64,14 @@ def test_every_rank_says_the_same(tmp_path: Path) -> None:
 
 def told(ranks: Ranks) -> list[str]:
     """Texts of different lengths."""
-    return ranks.tell("é" * ranks.rank)
+    return ranks.gather_texts("é" * ranks.rank)
 
 
 def test_ranks_tell_each_other_texts(tmp_path: Path) -> None:
     assert on_ranks(2, told, tmp_path) == [["", "é"]] * 2
-    assert Ranks().tell("alone") == ["alone"]
+    assert Ranks().gather_texts("alone") == ["alone"]
     with pytest.raises(ValueError, match="up to 512 bytes, not 513"):
-        Ranks(size=2).tell("x" * (MOST_TOLD + 1))
+        Ranks(size=2).gather_texts("x" * (MAX_TEXT_BYTES + 1))
 
 
 def changed(folder: Path, **tensors: Any) -> str:
