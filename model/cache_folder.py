@@ -11,11 +11,12 @@ VARIABLE = "XDG_CACHE_HOME"
 
 
 class CacheUnusable(OSError):
-    """A folder that cannot be used as it must be; the text is one sentence with the folder and the variable for it."""
+    """A folder that cannot be used; the text is one sentence that names it and the variable to set."""
 
 
 def cache_folder(part: str) -> Path:
-    """$XDG_CACHE_HOME/octavo/PART, or ~/.cache/octavo/PART; it need not exist. Raises CacheUnusable without a home."""
+    """$XDG_CACHE_HOME/octavo/PART, or ~/.cache/octavo/PART; it may not exist. Raises CacheUnusable if there is no
+    home."""
     try:
         root = Path(os.environ.get(VARIABLE) or Path.home() / ".cache")
     except RuntimeError as error:
@@ -24,14 +25,14 @@ def cache_folder(part: str) -> Path:
 
 
 def triton_folder() -> Path:
-    """Where triton keeps what it compiled ($TRITON_CACHE_DIR)."""
+    """Where triton keeps compiled kernels ($TRITON_CACHE_DIR)."""
     from triton import knobs
 
     return Path(knobs.cache.dir)
 
 
 def require_writable(folder: Path, variable: str) -> None:
-    """Make the folder where it is missing, and try it. Raises CacheUnusable."""
+    """Create the folder if it is missing, and check that it is writable. Raises CacheUnusable."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -43,7 +44,7 @@ def require_writable(folder: Path, variable: str) -> None:
 
 
 def require_executable(folder: Path, variable: str) -> None:
-    """As `require_writable`, where libraries that were compiled there are loaded too. Raises CacheUnusable."""
+    """`require_writable` for a folder from which compiled libraries are loaded too. Raises CacheUnusable."""
     require_writable(folder, variable)
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise CacheUnusable(

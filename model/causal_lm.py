@@ -25,14 +25,14 @@ TakeHidden = Callable[[int, torch.Tensor], None]
 
 
 class LayerMatrices(Enum):
-    """Whether the layers' matrices have memory from the start, or only shapes until the loader gives them some."""
+    """Whether the layers' matrices have memory from the start, or only shapes until the loader fills them."""
 
     ALLOCATED = "allocated"
     DEFERRED = "deferred"
 
 
 class Embedding(nn.Module):
-    """A row of the weight per token id; where there are several ranks, each has some of the rows."""
+    """A row of the weight per token id. With several ranks, each has some of the rows."""
 
     def __init__(self, weight_VD: torch.Tensor, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Embedding(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The model with uninitialised weights: `load_model` fills them from a checkpoint, `random` by a seed.
+    """The model with uninitialised weights: `load_model` fills them from a checkpoint, `random` from a seed.
 
-    config: of what this rank has of it (model/parallel.py), which is all of it where there is one rank.
-    fingerprint: 32 bytes that name config, dtype and weights (model/checkpoint/fingerprint.py); empty until the weights
-    are set.
+    config: of this rank's part (model/parallel.py); with one rank, of the whole model.
+    fingerprint: 32 bytes that identify config, dtype and weights (model/checkpoint/fingerprint.py); empty until the
+      weights are set.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CausalLM(nn.Module):
         layer_matrices: LayerMatrices = LayerMatrices.ALLOCATED,
         ranks: Ranks = ALONE,
     ) -> None:
-        """config: of the whole model. Raises ConfigError where it cannot be cut among the ranks."""
+        """config: of the whole model. Raises ConfigError if it cannot be divided among the ranks."""
         super().__init__()
         self.config = config = config_of_rank(config, ranks.size)
         self.ranks = ranks
@@ -95,7 +95,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "CausalLM":
-        """Weights drawn by a seed (`fill_random`), for tests, benchmarks and examples that have no checkpoint; the same
+        """Weights drawn from a seed (`fill_random`), for tests, benchmarks and examples without a checkpoint. The same
         seed gives the same fp32 values before they are rounded to the dtype."""
         model = cls(config, dtype=dtype, device=device)
         fill_random(model, seed=seed)
@@ -118,10 +118,10 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """One step: prefill chunks and decodes in one batch, as `inputs` lays them out.
 
-        ids_T, positions_T: any integer dtype. Writes the keys and values of all tokens with a slot into `kv`.
-        Returns hidden_TD after the final norm, in the model's dtype; only the rows wanted_S (int64) where these are
-        given, and then the last layer computes nothing but keys and values for the others. take: is given the hidden
-        states behind every layer, of the last one for the same rows.
+        ids_T, positions_T: any integer dtype. Writes keys and values of all tokens with a slot into `kv`. Returns
+        hidden_TD after the final norm, in the model's dtype. With wanted_S (int64), only those rows, and the last layer
+        computes only keys and values for the others. take: called with the hidden states after every layer; after the
+        last one, of the same rows.
         """
         angles = self.rope.angles(positions_T)
         ops = PagedOps(angles=angles, kv=kv, inputs=inputs, backend=backend, ranks=self.ranks)
@@ -133,13 +133,13 @@ class CausalLM(nn.Module):
         return self.norm(hidden_TD)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """hidden_SD: rows of what `forward` gave. Returns float32 logits_SV."""
+        """hidden_SD: rows returned by `forward`. Returns float32 logits_SV."""
         logits_SV = self.lm_head.forward_float32(hidden_SD)
         return logits_SV if self.ranks.size == 1 else self.ranks.concatenate(logits_SV)
 
     def set_addend(self, path: str, addend: Addend | None) -> None:
-        """Have something added to every product of the linear at this path ("layers.3.mlp.down_proj"), or nothing any
-        more. Of several ranks, each adds what belongs to its part. Raises AttributeError."""
+        """Add something to every product of the linear at this path ("layers.3.mlp.down_proj"); None: nothing. With
+        several ranks, each adds what belongs to its part. Raises AttributeError."""
         linear = self.get_submodule(path)
         if not isinstance(linear, Linear):
             raise AttributeError(f"{path} is a {type(linear).__name__}, not a Linear")
@@ -148,8 +148,8 @@ class CausalLM(nn.Module):
             layer.fuse()
 
     def pack_weights(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
-        """Lay every matrix out as the device likes it best. Once, after loading; the weights may not be read after.
-        Raises model.layers.linear.FormatUnavailable."""
+        """Convert every matrix to the layout that is fastest on its device. Call once, after loading; the weights
+        cannot be read afterwards. Raises model.layers.linear.FormatUnavailable."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(wanted)

@@ -36,11 +36,11 @@ MOST_POSITIONS = 1 << 24
 class ModelConfig:
     """Shape of a dense model. Names are those of config.json.
 
-    rope_theta: base of the rotary frequencies. yarn: the long-context recipe, None without it.
-    dtype: what the checkpoint says that it is meant to be computed in; None where it does not say.
+    rope_theta: base of the rotary frequencies. yarn: the long-context recipe; None without it.
+    dtype: what the checkpoint says it should be computed in; None if it does not say.
     eos_token_ids: of config.json alone; generation_config.json may name more.
-    quantization: how the checkpoint's matrices are packed; None where they are plain. family: what the shape alone does
-    not say (model/families).
+    quantization: how the checkpoint's matrices are packed; None if they are plain.
+    family: what the shape alone does not say (model/families).
     """
 
     vocab_size: int
@@ -61,7 +61,7 @@ class ModelConfig:
     family: Family = QWEN2
 
     def __post_init__(self) -> None:
-        """Check what only holds between fields. Raises ConfigError."""
+        """Check constraints between fields. Raises ConfigError."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 "num_key_value_heads",
@@ -77,33 +77,33 @@ class ModelConfig:
 
     @property
     def context_len(self) -> int:
-        """Positions that the model was made for, YaRN included."""
+        """Positions that the model supports, YaRN included."""
         if self.yarn is None:
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(self.yarn.original_max_position_embeddings * self.yarn.factor))
 
     @property
     def attended_share(self) -> float:
-        """Of a token's operations, those for each token that it attends to."""
+        """Cost of attending to one token, as a share of a token's other operations."""
         queries, both = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         weights = self.hidden_size * (2 * queries + both + 3 * self.intermediate_size)
         return 2 * queries / weights
 
     @property
     def scale(self) -> float:
-        """What attention scores are multiplied with."""
+        """Factor applied to attention scores."""
         return self.head_dim**-0.5
 
     def computed_in(self, asked: torch.dtype | None) -> torch.dtype:
-        """What a model is computed in. asked: None takes the config's, bf16 where it has none or the checkpoint is
-        packed (it names float16 for the sake of its kernels; Qwen2.5 was made in bf16)."""
+        """The dtype to compute in. asked: None takes the config's; bf16 if it has none or the checkpoint is packed
+        (those name float16 for the sake of their kernels; Qwen2.5 was made in bf16)."""
         return asked or (None if self.quantization else self.dtype) or torch.bfloat16
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """Read the content of a config.json, of transformers 4's layout or 5's. Raises ConfigError naming the field.
+        """Read the content of a config.json, in the layout of transformers 4 or 5. Raises ConfigError naming the field.
 
-        Fields that say nothing about inference are ignored, `auto_map` (remote code) among them.
+        Fields irrelevant to inference are ignored, including `auto_map` (remote code).
         """
         fields = ConfigFields(raw)
         family = family_of(fields)
@@ -159,7 +159,7 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def default_head_dim(fields: ConfigFields, family: Family, hidden_size: int, heads: int) -> int:
-    """What head_dim is where the config has none. Raises ConfigError when it would not come out even."""
+    """head_dim if the config does not have it. Raises ConfigError if it is not an integer."""
     if family.head_dim is not None:
         return family.head_dim
     if not fields.has("head_dim") and hidden_size % heads:
@@ -179,7 +179,7 @@ def checkpoint_dtype(fields: ConfigFields) -> torch.dtype | None:
 
 
 def refuse_what_is_not_supported(fields: ConfigFields, family: Family) -> None:
-    """Everything that would change the result if it were ignored. Raises ConfigError."""
+    """Fields that would change the result if they were ignored. Raises ConfigError."""
     if fields.has("hidden_act"):
         fields.must_be_one_of("hidden_act", ("silu",))
     for flag in family.must_be_false:
@@ -190,7 +190,7 @@ def refuse_what_is_not_supported(fields: ConfigFields, family: Family) -> None:
 
 
 def refuse_sliding_layers(fields: ConfigFields, config: ModelConfig) -> None:
-    """Layers that see less than the whole context: those that layer_types names, else the ones from max_window_layers
+    """Layers that attend to less than the whole context: those named by layer_types, else those from max_window_layers
     on. A window as long as the context leaves nothing out. Raises ConfigError."""
     slides = fields.boolean("use_sliding_window", False)
     window = None if fields.is_null("sliding_window") else fields.positive_int("sliding_window", DEFAULT_WINDOW)

@@ -29,21 +29,21 @@ class ConfigFields:
         return name in self._raw and self._raw[name] is None
 
     def names(self) -> set[str]:
-        """Every field that is not null."""
+        """All fields that are not null."""
         return {name for name in self._raw if self.has(name)}
 
     def path(self, name: str) -> str:
-        """The field's name from the top of the file, as errors have it."""
+        """The field's name from the top of the file, as used in errors."""
         return f"{self._prefix}{name if name.isprintable() and len(name) <= 100 else shown(name)}"
 
     def value(self, name: str) -> Any:
-        """The field as JSON gave it; a missing one is an error."""
+        """The field's JSON value; an error if it is missing."""
         if not self.has(name):
             raise ConfigError(self.path(name), "is missing")
         return self._raw[name]
 
     def positive_int(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-        """An integer from 1 to `most`: what no model has is refused before memory is asked for it."""
+        """An integer from 1 to `most`, so that absurd sizes are refused before memory is allocated."""
         if default is not None and not self.has(name):
             return default
         value = self.value(name)
@@ -108,7 +108,7 @@ class ConfigFields:
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: at most a line of it."""
+    """A value as quoted in errors: at most one line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
         return f"an integer of {value.bit_length()} bits"
     try:

@@ -23,9 +23,9 @@ def generate(
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
 ) -> list[int]:
-    """The greedy continuation of one prompt, without the prompt; it ends with an EOS token or after max_new_tokens.
+    """The greedy continuation of one prompt, without the prompt; ends with an EOS token or after max_new_tokens.
 
-    Equal logits: the lowest id wins, as argmax has it. Raises ValueError for an empty prompt.
+    Of equal logits the lowest id wins, as in argmax. Raises ValueError for an empty prompt.
     """
     if not prompt_ids:
         raise ValueError("prompt_ids is empty: there is nothing to continue")
@@ -38,7 +38,7 @@ def generate(
 
 
 class DenseOps(TorchOps):
-    """The operations of a layer without a cache: what `write_qkv` would write is handed on instead."""
+    """A layer's operations without a cache: what `write_qkv` would write is passed on instead."""
 
     def write_qkv(self, layer: DecoderLayer, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> Any:
         """See LayerOps: queries, keys and values."""
@@ -61,7 +61,7 @@ def dense_logits(model: CausalLM, ids_T: torch.Tensor) -> torch.Tensor:
 
 
 def dense_attention(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of one sequence with itself, scores in fp32, in q's dtype out."""
+    """Causal self-attention of one sequence; scores in fp32, result in q's dtype."""
     num_tokens, num_kv_heads = k_TKH.shape[:2]
     q_TKGH = q_TNH.unflatten(1, (num_kv_heads, -1)).float()
     scores_KGTU = torch.einsum("tkgh,ukh->kgtu", q_TKGH, k_TKH.float()) * scale

@@ -34,7 +34,7 @@ class InvarianceUnavailable(ValueError):
 
 
 class InvariantNorm(RmsNorm):
-    """RmsNorm by the compiled kernels in fp32 too."""
+    """RmsNorm that uses the compiled kernels for fp32 too."""
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See RmsNorm.forward."""
@@ -44,7 +44,7 @@ class InvariantNorm(RmsNorm):
 
 
 class InvariantMlp(torch.nn.Module):
-    """Mlp by the compiled kernels in fp32 too."""
+    """Mlp that uses the compiled kernels for fp32 too."""
 
     def __init__(self, mlp: Mlp) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class InvariantMlp(torch.nn.Module):
 
 
 class TabulatedRope(Rope):
-    """Angles looked up: a vector's rest would be rounded otherwise than its body, and so depend on the batch."""
+    """Looks angles up in a table: computed angles may be rounded differently in the tail of a vector than in its body,
+    and so depend on the batch."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, max_positions: int) -> None:
         super().__init__(config, dtype, torch.device("cpu"))
@@ -75,8 +76,8 @@ class TabulatedRope(Rope):
 
 
 def make_invariant(model: CausalLM, *, max_positions: int, wanted: WeightFormat = WeightFormat.BF16) -> None:
-    """Once, after loading, instead of `pack_weights`; then use the backend "invariant". max_positions: tokens of the
-    longest request. Raises InvarianceUnavailable, model.layers.linear.FormatUnavailable."""
+    """Call once, after loading, instead of `pack_weights`; then use the backend "invariant". max_positions: tokens of
+    the longest request. Raises InvarianceUnavailable, model.layers.linear.FormatUnavailable."""
     check_available(model)
     for module in list(model.modules()):
         if isinstance(module, Linear) and module._packed is None:
@@ -114,7 +115,7 @@ def check_available(model: CausalLM) -> None:
 
 
 def check_kernels(config: ModelConfig, dtype: torch.dtype, *, num_ranks: int) -> None:
-    """config: of what each rank has. Raises InvarianceUnavailable where the kernels on a CPU have no code for it."""
+    """config: of one rank's part. Raises InvarianceUnavailable if the CPU kernels do not support it."""
     if dtype not in DTYPES:
         raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {dtype}")
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
@@ -124,8 +125,8 @@ def check_kernels(config: ModelConfig, dtype: torch.dtype, *, num_ranks: int) ->
 
 
 def arithmetic(device: torch.device) -> str:
-    """Names everything that decides how a deterministic model rounds on this device: two workers of the same weights
-    and the same arithmetic give the same tokens."""
+    """Identifies everything that affects rounding in a deterministic model on this device: two workers with the same
+    weights and arithmetic give the same tokens."""
     if device.type != "cuda":
         return f"cpu {kernels_fingerprint()}"
     import triton
@@ -135,7 +136,7 @@ def arithmetic(device: torch.device) -> str:
 
 
 def sources_hash(folder: Path) -> str:
-    """Of the Python files below: what order kernels for GPUs add up in is written there."""
+    """A hash of the Python files below the folder, which determine the order in which GPU kernels add."""
     found = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         found.update(f"{file.relative_to(folder)} ".encode() + file.read_bytes())

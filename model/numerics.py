@@ -34,7 +34,7 @@ class NumericFault(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericFinding:
-    """The first bad output. module: its name, as `named_modules` has it ("layers.3.mlp.down_proj").
+    """The first bad output. module: its name, as in `named_modules` ("layers.3.mlp.down_proj").
 
     row: first token row with a bad value. num_bad: bad values in all rows. largest: greatest finite magnitude.
     """
@@ -53,7 +53,7 @@ class NumericFinding:
 
 
 def default_limit(dtype: torch.dtype) -> float:
-    """Half of what the dtype can hold, at most LARGEST_USUAL."""
+    """Half of the dtype's range, at most LARGEST_USUAL."""
     return min(torch.finfo(dtype).max / 2, LARGEST_USUAL)
 
 
@@ -68,7 +68,7 @@ class NumericsWatch:
         self.first: NumericFinding | None = None
 
     def attach(self) -> None:
-        """Start watching. Idempotent. Layers do their stages one by one until `detach`."""
+        """Start watching. Idempotent. Until `detach`, layers run their stages one by one."""
         if not self._handles:
             self._rests = [layer.rest for layer in self._model.decoder_layers]
             for layer in self._model.decoder_layers:
@@ -77,7 +77,7 @@ class NumericsWatch:
                 self._handles.append(module.register_forward_hook(self._hook(name or "model")))
 
     def detach(self) -> None:
-        """Stop watching; the finding stays. Idempotent."""
+        """Stop watching; the finding is kept. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
         for layer, rest in zip(self._model.decoder_layers, self._rests, strict=False):
@@ -108,7 +108,7 @@ def watch_numerics(model: CausalLM, *, limit: float | None = None) -> Iterator[N
 
 
 def examine(name: str, output: torch.Tensor, limit: float) -> NumericFinding | None:
-    """None where every value is finite and within the limit."""
+    """None if every value is finite and within the limit."""
     rows = output.detach().reshape(output.shape[0], -1)
     if float(rows.abs().max()) <= limit:  # NaN and infinity fail this too
         return None

@@ -35,12 +35,12 @@ OnParts = Callable[[int, int], None]
 
 
 class HostMemoryRefused(Exception):
-    """The system does not give so much memory, or does not pin it."""
+    """The system does not provide this much memory, or does not pin it."""
 
 
 class HostBlocks:
-    """Rows [W] of bytes, in parts, all of it really there. is_pinned: for copies beside a CUDA device's steps. Raises
-    HostMemoryRefused."""
+    """Rows [W] of bytes, in parts, backed by physical memory from the start. is_pinned: for copies that overlap a CUDA
+    device's steps. Raises HostMemoryRefused."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class HostBlocks:
             self.pin()
 
     def pin(self, on_parts: OnParts = lambda done, total: None) -> None:
-        """For copies beside a CUDA device's steps, in the thread whose device it is: the driver keeps other callers out
-        for as long as it takes, which is short where the pages are there already. Idempotent. Raises
+        """Pin the rows, for copies that overlap a CUDA device's steps. Call it in the thread whose device it is:
+        meanwhile the driver blocks other callers, only briefly if the pages are there already. Idempotent. Raises
         HostMemoryRefused."""
         if self.is_pinned:
             return
@@ -80,18 +80,19 @@ class HostBlocks:
                     registered.append(memory.data_ptr())
                 else:  # a system where a process brings no memory of its own
                     self._parts[part] = torch.empty_like(memory, pin_memory=True)
-            except (RuntimeError, MemoryError, AssertionError) as error:  # nothing tells them apart from others
+            except (RuntimeError, MemoryError, AssertionError) as error:  # indistinguishable from other errors
                 raise HostMemoryRefused((str(error) or type(error).__name__).splitlines()[0]) from error
             on_parts(part + 1, len(self._parts))
         self.is_pinned = True
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Size of all rows."""
         return self.num_blocks * self.row_bytes
 
     def runs(self, blocks_N: np.ndarray) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Neighbours among rising block ids: where each run lies in blocks_N, and its rows, uint8 [run, W]."""
+        """Runs of consecutive ids among rising block ids: (where the run lies in blocks_N, its rows as uint8 [run,
+        W])."""
         if not len(blocks_N):
             return
         is_end = (np.diff(blocks_N) != 1) | (blocks_N[1:] % self._rows_a_part == 0)
@@ -103,14 +104,14 @@ class HostBlocks:
             start = end
 
     def put(self, blocks_N: np.ndarray, rows_NW: torch.Tensor) -> None:
-        """Write rows, uint8, in any order of blocks; done when this returns."""
+        """Write rows, uint8, for blocks in any order; done when this returns."""
         order_N = np.argsort(blocks_N)
         ordered_NW = rows_NW.cpu()[torch.from_numpy(order_N)]
         for where, target in self.runs(blocks_N[order_N]):
             target.copy_(ordered_NW[where])
 
     def get(self, blocks_N: np.ndarray) -> torch.Tensor:
-        """uint8 [N, W] on the CPU: the rows of these blocks, in any order."""
+        """The rows of these blocks, in any order: uint8 [N, W] on the CPU."""
         order_N = np.argsort(blocks_N)
         rows_NW = torch.empty((len(blocks_N), self.row_bytes), dtype=torch.uint8)
         for where, source in self.runs(blocks_N[order_N]):
@@ -122,9 +123,9 @@ class HostBlocks:
 
 
 def touched(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] of zeros, in huge pages where the system has them, touched by several threads on the CPUs of
-    the one that calls: the driver alone takes half a second for a GiB, most of it for pages that are not there yet.
-    Raises HostMemoryRefused."""
+    """Zeros, uint8 [num_bytes], in huge pages if the system has them. Several threads touch the pages, on the caller's
+    CPUs: left to the driver, pinning takes half a second for a GiB, mostly for missing pages. Raises
+    HostMemoryRefused."""
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
@@ -142,11 +143,11 @@ def touched(num_bytes: int) -> torch.Tensor:
 
 
 def _register(memory: torch.Tensor) -> bool:
-    """Whether the driver knows the memory now. Raises RuntimeError, AssertionError where there is no driver."""
+    """Whether the driver could register the memory. Raises RuntimeError, AssertionError if there is no driver."""
     runtime = torch.cuda.cudart()
     if runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == runtime.cudaError.success:
         return True
-    with suppress(RuntimeError):  # the next launch is told of the refusal, too
+    with suppress(RuntimeError):  # clears the error, which the next launch would report again
         torch.zeros(1, device="cuda")
     return False
 
@@ -157,12 +158,12 @@ def _unregister(addresses: list[int]) -> None:
 
 
 def gather_rows(kv: KvPool, blocks_N: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, W]: these blocks (int64) of the pool as rows. The obvious reference of model/kernels/block_rows.py."""
+    """These blocks (int64) of the pool as rows, uint8 [N, W]. The simple reference of model/kernels/block_rows.py."""
     return torch.cat([_rows(pool_LPKBH)[:, blocks_N].transpose(0, 1).flatten(1) for pool_LPKBH in _pools(kv)], dim=1)
 
 
 def scatter_rows(kv: KvPool, blocks_N: torch.Tensor, rows_NW: torch.Tensor) -> None:
-    """Write rows into these blocks of the pool: the reverse."""
+    """Write rows into these blocks of the pool: the reverse of `gather_rows`."""
     halves = rows_NW.to(blocks_N.device).chunk(2, dim=1)
     for pool_LPKBH, half_NW in zip(_pools(kv), halves, strict=True):
         rows_LPW = _rows(pool_LPKBH)

@@ -1,4 +1,4 @@
-"""What attention is told about a step, and the interface that every backend has.
+"""The inputs of attention in a step, and the interface that every backend has.
 
 A step holds S sequences, each with one or more new tokens (a decode has one, a prefill chunk has many), laid out one
 after the other: the tokens of sequence s are rows cu_query_lens_S1[s] to cu_query_lens_S1[s + 1]. Their keys and values
@@ -22,13 +22,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionInputs:
-    """Where this step's tokens stand and where their context lies. All tensors are on the model's device.
+    """Where this step's tokens are and where their context is. All tensors are on the model's device.
 
     slot_mapping_T: int64, where each token's key and value are written; -1 is skipped.
     table_SM: int32 block ids; entries behind the context are never read (they may be -1).
-    cu_query_lens_S1: int32, running sum of the sequences' numbers of new tokens, from 0.
-    context_lens_S: int32, tokens in the cache after this step. max_*: the largest of each, for sizing.
-    derived: what is worked out once per step and reused in every layer, by who made it.
+    cu_query_lens_S1: int32, cumulative number of new tokens per sequence, starting at 0.
+    context_lens_S: int32, tokens in the cache after this step.
+    max_*: the maximum of each, for sizing.
+    derived: values computed once per step and reused in every layer, by who computed them.
     """
 
     slot_mapping_T: torch.Tensor
@@ -53,8 +54,8 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scale: float,
     ) -> torch.Tensor:
-        """Returns out_TNH in q's dtype. Query head h reads KV head h // (N / K); a token sees its own position and
-        all before it. The pool is only read."""
+        """Returns out_TNH in q's dtype. Query head h reads KV head h // (N / K); a token attends to its own position
+        and all before it. The pool is only read."""
 
 
 class BackendName(ValueError):
@@ -89,8 +90,8 @@ def make_inputs(
 ) -> tuple[torch.Tensor, AttentionInputs]:
     """Positions and inputs of a step from lists: for the examples, for `verify`, for tests.
 
-    tables: block ids of each sequence. starts_S: tokens that it has in the cache. query_lens_S: tokens that it gets
-    now. Returns positions_T (int64) and the inputs. Raises IndexError where a table is too short.
+    tables: block ids of each sequence. starts_S: tokens that it has in the cache. query_lens_S: its new tokens. Returns
+    positions_T (int64) and the inputs. Raises IndexError if a table is too short.
     """
     positions = [np.arange(start, start + length) for start, length in zip(starts_S, query_lens_S, strict=True)]
     slots = [

@@ -17,7 +17,7 @@ from octavo.model.cpu import invariant, ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPlan:
-    """int32: the table row and the context of every token, its own position included."""
+    """int32: table row and context length of every token, its own position included."""
 
     table_TM: torch.Tensor
     context_T: torch.Tensor
@@ -45,7 +45,7 @@ class InvariantAttention:
 
 
 def plan_of(inputs: AttentionInputs) -> TokenPlan:
-    """The plan of this step, made in its first layer."""
+    """This step's plan, made in its first layer."""
     plan = inputs.derived.get("invariant")
     if plan is None:
         plan = inputs.derived["invariant"] = make_plan(inputs)
@@ -53,7 +53,7 @@ def plan_of(inputs: AttentionInputs) -> TokenPlan:
 
 
 def make_plan(inputs: AttentionInputs) -> TokenPlan:
-    """A row for every token: that of its sequence, with the context that ends at the token."""
+    """One row per token: its sequence's, with the context that ends at the token."""
     bounds_S1 = inputs.cu_query_lens_S1.long()
     length_S = bounds_S1.diff()
     sequence_T = torch.repeat_interleave(torch.arange(len(length_S)), length_S)

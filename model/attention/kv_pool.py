@@ -51,13 +51,13 @@ class KvPool:
 
 
 def indexable(pool: torch.Tensor) -> torch.Tensor:
-    """The pool, or its bytes where it is e4m3: torch indexes no such tensors on a CPU."""
+    """The pool, or its bytes if it is e4m3, which torch cannot index on a CPU."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteRows:
-    """Where this step's tokens go, worked out once and used by every layer.
+    """Where this step's tokens go; computed once and used by every layer.
 
     token_R: rows of k_TKH and v_TKH to write, None for all. block_R, offset_R: int64.
     """
@@ -76,7 +76,7 @@ class WriteRows:
         return cls(token_R, slot_mapping_T // block_size, slot_mapping_T % block_size)
 
     def write(self, new_TKH: torch.Tensor, pool_PKBH: torch.Tensor) -> None:
-        """Put the rows into the pool."""
+        """Write the rows into the pool."""
         new_RKH = new_TKH if self.token_R is None else new_TKH[self.token_R]
         if pool_PKBH.dtype == FP8:
             new_RKH = to_fp8(new_RKH.float()).view(torch.uint8)
@@ -84,7 +84,7 @@ class WriteRows:
 
 
 def write_rows_of(inputs: AttentionInputs, block_size: int) -> WriteRows:
-    """The rows of this step, worked out in its first layer."""
+    """The rows of this step, computed in its first layer."""
     rows = inputs.derived.get("write_rows")
     if rows is None:
         rows = inputs.derived["write_rows"] = WriteRows.from_slots(inputs.slot_mapping_T, block_size)

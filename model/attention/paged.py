@@ -19,8 +19,7 @@ from octavo.model.causal_lm import CausalLM
 class PagedSequences:
     """Sequences 0 to num_sequences - 1, each with room for max_tokens, all empty at first.
 
-    lengths: tokens of each that are in the cache. tables: its block ids. kv: the pool, of the model's dtype where
-    kv_dtype is None.
+    lengths: cached tokens of each. tables: their block ids. kv: the pool; kv_dtype None: of the model's dtype.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ def paged_logits(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """float32 [T, V] at every position of one sequence that is fed in chunks. The chunks must add up to it."""
+    """float32 [T, V] at every position of one sequence that is fed in chunks, whose lengths must add up to its own."""
     sequences = PagedSequences(model, backend, num_sequences=1, max_tokens=len(ids), kv_dtype=kv_dtype)
     rows, start = [], 0
     for length in chunk_lens:
@@ -83,7 +82,7 @@ def paged_logits(
 
 
 def cut(num_tokens: int, chunk_len: int) -> list[int]:
-    """Lengths of the chunks of at most chunk_len that num_tokens are fed in."""
+    """Lengths of chunks of at most chunk_len that add up to num_tokens."""
     return [min(chunk_len, num_tokens - start) for start in range(0, num_tokens, chunk_len)]
 
 

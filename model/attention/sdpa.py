@@ -26,7 +26,7 @@ from octavo.model.cpu.ops import chunk_attention, decode_attention, takes, takes
 
 
 class SdpaAttention:
-    """Gathers, then calls SDPA."""
+    """Gathers keys and values, then calls SDPA."""
 
     name = "sdpa"
 
@@ -53,11 +53,8 @@ class SdpaAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePart:
-    """Sequences with one new token. row_S: their rows in the step, None where they are all of it.
-
-    table_SM, context_S: int32, of these sequences. gathered: what SDPA reads; None where the kernel of model.cpu reads
-    the blocks where they lie.
-    """
+    """Sequences with one new token. row_S: their rows in the step; None if they are all of it. table_SM, context_S:
+    int32, of these sequences. gathered: what SDPA reads; None if model.cpu's kernel reads the blocks in place."""
 
     row_S: torch.Tensor | None
     table_SM: torch.Tensor
@@ -68,8 +65,8 @@ class DecodePart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """index_SKC: int64, rows of the pool seen as [P * K * B, H]. mask_S1GC: True where a position is to be read, None
-    where no context is padded."""
+    """index_SKC: int64, rows of the pool seen as [P * K * B, H]. mask_S1GC: True at positions to read; None if no
+    context is padded."""
 
     index_SKC: torch.Tensor
     mask_S1GC: torch.Tensor | None
@@ -97,7 +94,7 @@ class GatheredChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SdpaPlan:
-    """What the layers of one step share."""
+    """Shared by the layers of one step."""
 
     decode: DecodePart | None
     chunks: tuple[ChunkPart, ...]
@@ -137,13 +134,13 @@ def attend_chunk(
 
 
 def gather(pool_PKBH: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of H of the pool at an index of any shape: [*index.shape, H]."""
+    """Rows of the pool, each [H], at an index of any shape: [*index.shape, H]."""
     rows = indexable(pool_PKBH).flatten(0, 2).index_select(0, index.flatten())
     return rows.unflatten(0, index.shape).view(pool_PKBH.dtype)
 
 
 def plan_of(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
-    """The plan of this step, made in its first layer."""
+    """This step's plan, made in its first layer."""
     plan = inputs.derived.get("sdpa")
     if plan is None:
         plan = inputs.derived["sdpa"] = make_plan(inputs, pool_PKBH)
@@ -151,7 +148,7 @@ def plan_of(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
 
 
 def make_plan(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
-    """Sort the sequences into decodes and chunks and work out what each gathers."""
+    """Sort the sequences into decodes and chunks, and compute what each gathers."""
     in_place = takes_chunks(pool_PKBH)
     bounds, contexts = inputs.cu_query_lens_S1.tolist(), inputs.context_lens_S.tolist()
     decodes = [s for s in range(len(contexts)) if bounds[s + 1] - bounds[s] == 1]
@@ -165,7 +162,7 @@ def make_plan(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
 
 
 def make_decode_part(inputs: AttentionInputs, decodes: list[int], pool_PKBH: torch.Tensor) -> DecodePart:
-    """What the sequences `decodes` (their numbers) gather."""
+    """What these sequences (by number) gather."""
     table_SM, context_S, row_S = inputs.table_SM, inputs.context_lens_S, None
     if inputs.max_query_len > 1:
         sequence_S = torch.tensor(decodes, device=table_SM.device)
@@ -195,7 +192,7 @@ def make_gathered_chunk(inputs: AttentionInputs, s: int, query_len: int, pool_PK
 
 
 def pool_rows(table_SM: torch.Tensor, context_S: torch.Tensor, num_heads: int, block_size: int) -> torch.Tensor:
-    """index_SKC: row of [P * K * B] for every KV head and position; behind a context, its position 0 again."""
+    """index_SKC: row of [P * K * B] for every KV head and position; past a context, its position 0 again."""
     position_C = torch.arange(int(context_S.max()), device=table_SM.device)
     position_SC = torch.where(position_C < context_S[:, None], position_C, 0)
     block_SC = table_SM.long().gather(1, position_SC // block_size)
@@ -204,7 +201,7 @@ def pool_rows(table_SM: torch.Tensor, context_S: torch.Tensor, num_heads: int, b
 
 
 def prefix_mask(query_len: int, context_len: int, device: torch.device) -> torch.Tensor | None:
-    """[Q, C]: a query sees the prefix and the new tokens up to itself. None where there is no prefix."""
+    """[Q, C]: a query attends to the prefix and to the new tokens up to itself. None if there is no prefix."""
     if query_len == context_len:
         return None
     return torch.ones(query_len, context_len, dtype=torch.bool, device=device).tril(context_len - query_len)

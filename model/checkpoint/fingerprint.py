@@ -28,7 +28,7 @@ DIGEST_BYTES = 32
 
 
 def fingerprint(model: "CausalLM") -> bytes:
-    """32 bytes (BLAKE2b). Take it before the weights are packed. Of a rank of several, of what it has."""
+    """32 bytes (BLAKE2b). Compute it before the weights are packed. With several ranks, of this rank's part."""
     config = asdict(model.config) | {"dtype": None, "eos_token_ids": None}  # which say nothing about keys and values
     del config["family"]  # the names of the tensors tell families apart
     if config["quantization"] is None:
@@ -45,7 +45,7 @@ def fingerprint(model: "CausalLM") -> bytes:
 
 
 def quantized_tensors(model: "CausalLM") -> list[tuple[str, torch.Tensor]]:
-    """What matrices that were loaded in fewer bits consist of; their biases are parameters."""
+    """The tensors of matrices that were loaded in fewer bits; their biases are parameters."""
     return [
         (f"{name}.{part}", tensor)
         for name, module in model.named_modules()

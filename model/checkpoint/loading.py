@@ -48,12 +48,11 @@ def load_model(
     packed: Packed = Packed.UNPACKED,
     ranks: Ranks = ALONE,
 ) -> CausalLM:
-    """Load a checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
-    or AWQ.
+    """Load a checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ or AWQ.
 
-    dtype: see `ModelConfig.computed_in`. packed: what becomes of packed matrices. ranks: a rank of several reads what
-    it has of the weights and nothing else.
-    Raises CheckpointError (ConfigError for config.json); nothing of the folder is ever executed.
+    dtype: see `ModelConfig.computed_in`. packed: what becomes of packed matrices. ranks: with several, each reads only
+    its part of the weights. Raises CheckpointError (ConfigError for config.json). Nothing in the folder is ever
+    executed.
     """
     folder = Path(folder)
     config = load_config(folder)
@@ -81,8 +80,8 @@ def load_model(
 
 
 def check_checkpoint(folder: Path) -> None:
-    """What `load_model` checks before it reads any weight: config.json, which files there are, their headers. Raises
-    CheckpointError."""
+    """The checks that `load_model` makes before it reads any weight: config.json, the list of files, their headers.
+    Raises CheckpointError."""
     folder = Path(folder)
     plain = CausalLM(load_config(folder), dtype=torch.float32, device="meta")
     with ExitStack() as stack:
@@ -96,9 +95,9 @@ def draw_model(
     device: torch.device | str = "cpu",
     ranks: Ranks = ALONE,
 ) -> CausalLM:
-    """The model that a folder's config.json describes, with weights drawn on the device, of a scale that keeps
-    activations finite: no file of weights is read, and a rank of several draws what it has and no more. dtype: see
-    `load_model`. Raises ConfigError, for packed weights too."""
+    """The model that a folder's config.json describes, with random weights drawn on the device at a scale that keeps
+    activations finite. Weight files are not read; with several ranks, each draws only its part. dtype: see
+    `load_model`. Raises ConfigError, also for packed weights."""
     config = load_config(Path(folder))
     if config.quantization is not None:
         raise ConfigError("quantization_config", "packed weights cannot be drawn, only read")
@@ -113,13 +112,13 @@ def draw_model(
 
 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as the config asks for them."""
+    """Tensor name -> shape, according to the config."""
     return {name: tuple(view.shape) for name, view in destinations(model).items()}
 
 
 def check_tensors(shards: Shards, plain: CausalLM, weights: PackedWeights) -> set[str]:
-    """Compare headers with the config; the names of tensors that may be there besides and hold zeros. Raises
-    CheckpointError with every difference."""
+    """Compare headers with the config. Returns the names of additional tensors that are allowed if they hold zeros.
+    Raises CheckpointError with every difference."""
     shapes = weights.replace_shapes(expected_shapes(plain))
     idle = weights.idle_biases(shapes)
     allowed = shapes | idle
@@ -143,7 +142,7 @@ def check_tensors(shards: Shards, plain: CausalLM, weights: PackedWeights) -> se
 
 
 def check_idle(shards: Shards, names: Iterable[str]) -> None:
-    """Biases that nothing adds must add nothing. Raises CheckpointError."""
+    """Biases that the model does not use must be zero. Raises CheckpointError."""
     for name in sorted(names):
         file = shards.file_of[name]
         bias_O = torch.empty(shards.entry(name).shape, dtype=torch.float32)
@@ -153,13 +152,13 @@ def check_idle(shards: Shards, names: Iterable[str]) -> None:
 
 
 def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """None for a tensor that does not belong. A tied checkpoint may carry the head besides; it must equal the
-    embedding."""
+    """The expected shape; None if the tensor does not belong. A tied checkpoint may also contain the head, which must
+    equal the embedding."""
     return shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
 
 
 class _Progress:
-    """Tells how many bytes of all tensors were read. bytes_of: of each, what this rank reads."""
+    """Reports how many bytes of all tensors were read. bytes_of: what this rank reads of each."""
 
     def __init__(self, bytes_of: dict[str, int], on_progress: OnBytes) -> None:
         self._bytes_of, self._on_progress = bytes_of, on_progress
@@ -171,7 +170,7 @@ class _Progress:
 
 
 def read_weights(shards: Shards, model: CausalLM, parts: dict[str, Part], on_tensors: OnTensors) -> None:
-    """Read tensors, or this rank's parts of them, into their places, file by file in the order of the bytes."""
+    """Read tensors, or this rank's parts of them, into place, file by file in byte order."""
     views = destinations(model)
     for name in sorted(parts, key=lambda name: (shards.file_of[name].path.name, shards.entry(name).start)):
         if name in views:
@@ -182,7 +181,7 @@ def read_weights(shards: Shards, model: CausalLM, parts: dict[str, Part], on_ten
 
 
 def check_tied_head(shards: Shards, model: CausalLM, part: Part) -> None:
-    """A head beside tied embeddings must hold the same values. Raises CheckpointError."""
+    """A head stored beside tied embeddings must hold the same values. Raises CheckpointError."""
     file, embedding = shards.file_of[HEAD], model.embed_tokens.weight.data
     head = torch.empty_like(embedding)
     file.read(HEAD, head, part)
@@ -193,7 +192,7 @@ def check_tied_head(shards: Shards, model: CausalLM, part: Part) -> None:
 
 
 def check_finite(model: CausalLM) -> None:
-    """Look at every weight. Raises CheckpointError naming each tensor with NaN or infinity, and how many."""
+    """Check every weight. Raises CheckpointError naming each tensor with NaN or infinity, and how many."""
     problems = []
     for name, view in destinations(model).items():
         pieces = view.reshape(-1).split(SCAN_ELEMENTS)

@@ -52,7 +52,7 @@ class PackingError(ValueError):
 def packed_shapes(settings: GroupSettings, num_outputs: int, num_inputs: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a quantised matrix and their shapes. `scales` are floats, the others int32.
 
-    Raises ValueError where the matrix cannot be quantised this way.
+    Raises ValueError if the matrix cannot be quantised this way.
     """
     groups, per_word = settings.groups_of(num_inputs), settings.per_word
     if num_outputs % per_word or num_inputs % per_word:
@@ -65,8 +65,8 @@ def packed_shapes(settings: GroupSettings, num_outputs: int, num_inputs: int) ->
 
 
 def groups_of_part(settings: GroupSettings, inputs: slice, num_groups: int, group_I: torch.Tensor | None) -> slice:
-    """The groups that these inputs of a matrix are of: no others where the part is made of whole groups, as g_idx
-    (group_I, of these inputs) has them, too; else all."""
+    """The groups that these inputs belong to, if the part consists of whole groups (also according to g_idx: group_I,
+    of these inputs); otherwise all groups."""
     size = settings.group_size
     if size is None or inputs.start % size or inputs.stop % size:
         return slice(0, num_groups)
@@ -76,7 +76,7 @@ def groups_of_part(settings: GroupSettings, inputs: slice, num_groups: int, grou
 
 
 def packed_cuts(settings: GroupSettings, part: Part, groups: slice) -> dict[str, Part]:
-    """What belongs to a part of the matrix, of the tensors of `packed_shapes`."""
+    """What belongs to a part of the matrix, for each tensor of `packed_shapes`."""
     outputs, inputs = part
     zeros, scales = (groups, _every(outputs, settings.per_word)), (groups, outputs)
     if settings.packing is Packing.AWQ:
@@ -86,12 +86,12 @@ def packed_cuts(settings: GroupSettings, part: Part, groups: slice) -> dict[str,
 
 
 def _every(elements: slice, number: int) -> slice:
-    """The words, or groups, of so many elements each."""
+    """The words, or groups, of `number` elements each that these elements fill."""
     return slice(elements.start // number, elements.stop // number)
 
 
 def unpack(settings: GroupSettings, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> GroupedWeight:
-    """The matrix that tensors of `packed_shapes` hold. Raises PackingError for a g_idx that is none."""
+    """The matrix that tensors of `packed_shapes` hold. Raises PackingError for an invalid g_idx."""
     code_OI, zero_GO = _codes_and_zeros(settings, tensors)
     scale_GO, order_I = tensors["scales"], None
     if settings.packing is Packing.GPTQ:
@@ -102,8 +102,8 @@ def unpack(settings: GroupSettings, tensors: dict[str, torch.Tensor], *, dtype: 
 
 
 def unpack_scattered(settings: GroupSettings, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> torch.Tensor:
-    """The plain values [O, I] of inputs that are of any groups, some of more of them than others: a part of a GPTQ
-    matrix whose groups are no neighbours. Raises PackingError."""
+    """Plain values [O, I] of inputs that belong to arbitrary groups, in uneven numbers: a part of a GPTQ matrix whose
+    groups are not contiguous. Raises PackingError."""
     code_OI, zero_GO = _codes_and_zeros(settings, tensors)
     scale_GO, group_I = tensors["scales"], tensors["g_idx"].long()
     _check_groups(group_I, num_groups=len(scale_GO))
@@ -111,7 +111,7 @@ def unpack_scattered(settings: GroupSettings, tensors: dict[str, torch.Tensor], 
 
 
 def _codes_and_zeros(settings: GroupSettings, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 code_OI, inputs as they lie, and zero_GO."""
+    """uint8 code_OI, inputs in stored order, and zero_GO."""
     if settings.packing is Packing.AWQ:
         # Place p of a word is output AWQ_ORDER[p]; so output o is in the place where AWQ_ORDER has o.
         place = torch.tensor([AWQ_ORDER.index(o) for o in range(settings.per_word)], device=tensors["scales"].device)
@@ -130,8 +130,7 @@ def split_words(words_RC: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def input_order(group_I: torch.Tensor, *, num_groups: int) -> torch.Tensor | None:
-    """int32: inputs sorted by their group, None where they are already. Raises PackingError where groups are not all of
-    one size."""
+    """int32: inputs sorted by group; None if they are sorted already. Raises PackingError if groups differ in size."""
     I = len(group_I)
     _check_groups(group_I, num_groups=num_groups)
     counts = torch.bincount(group_I.long(), minlength=num_groups)
@@ -149,9 +148,9 @@ def _check_groups(group_I: torch.Tensor, *, num_groups: int) -> None:
 
 
 class Packed(Enum):
-    """What becomes of packed matrices. UNPACKED: plain weights in the model's dtype, for every device. KEPT: integers
-    as they are, for steps that multiply with them; where parts of a fused matrix do not fit together, or a rank's
-    inputs share groups with those of another, unpacked."""
+    """What becomes of packed matrices. UNPACKED: plain weights in the model's dtype, for every device. KEPT: the
+    integers, for steps that multiply with them; unpacked only if parts of a fused matrix do not fit together, or a
+    rank's inputs share groups with another rank's."""
 
     UNPACKED = "unpacked"
     KEPT = "kept"
@@ -159,7 +158,8 @@ class Packed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a matrix of ours is fused from. name: in the checkpoint. shape: [O, I] there. cut: what this rank has."""
+    """A checkpoint matrix that one of ours is fused from. name: in the checkpoint. shape: [O, I] there. cut: this
+    rank's part."""
 
     name: str
     shape: tuple[int, int]
@@ -167,7 +167,7 @@ class _Part:
 
     @property
     def num_outputs(self) -> int:
-        """Of what this rank has."""
+        """Outputs that this rank has."""
         return int(self.cut[0].stop - self.cut[0].start)
 
 
@@ -181,14 +181,14 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """The packed matrices that a config asks for; none where the checkpoint is plain."""
+    """The packed matrices that a config asks for; none if the checkpoint is plain."""
 
     settings: GroupSettings | None
     matrices: tuple[_Matrix, ...]
 
     @classmethod
     def of(cls, model: CausalLM, ranks: Ranks = ALONE) -> "PackedWeights":
-        """Of a whole model, which may be without memory. ranks: of which one reads."""
+        """For a whole model, which may be without memory. ranks: the one that reads."""
         settings = model.config.quantization
         if settings is None:
             return cls(None, ())
@@ -209,9 +209,9 @@ class PackedWeights:
         return self.settings is not None
 
     def kept_bytes(self, plain_bytes: int, itemsize: int) -> int:
-        """What a whole model takes whose matrices are kept as they are, told from their shapes, where all of it
-        unpacked takes plain_bytes, with so many bytes an element. The parts of a fused matrix share an order of their
-        inputs, as GPTQ makes them."""
+        """Size of a whole model whose matrices are kept packed, computed from their shapes. plain_bytes: its size when
+        unpacked, with itemsize bytes per element. Assumes that parts of a fused matrix order their inputs alike, as
+        GPTQ does."""
         for matrix in self.matrices:
             assert self.settings is not None
             if not all(self.settings.applies_to(part.name) for part in matrix.parts):
@@ -224,7 +224,7 @@ class PackedWeights:
         return plain_bytes
 
     def replace_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Expected tensors with the packed ones in the place of the plain ones. Raises ConfigError."""
+        """The expected tensors, with packed ones instead of plain ones. Raises ConfigError."""
         shapes = dict(shapes)
         for part in self._packed_parts():
             assert self.settings is not None
@@ -237,13 +237,13 @@ class PackedWeights:
         return shapes
 
     def idle_biases(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the biases that AutoGPTQ writes, full of zeros, for packed matrices to which the model adds
-        none (Qwen2's own GPTQ checkpoints have them). shapes: of what the model wants."""
+        """Name -> shape of biases that the model does not have, which AutoGPTQ writes, full of zeros, for packed
+        matrices (in Qwen2's own GPTQ checkpoints too). shapes: of the tensors that the model has."""
         biases = {f"{part.name}.bias": part.shape[:1] for part in self._packed_parts()}
         return {name: shape for name, shape in biases.items() if name not in shapes}
 
     def cuts(self) -> dict[str, Part]:
-        """What this rank reads of every packed tensor, where g_idx does not say that it needs all groups."""
+        """What this rank reads of every packed tensor, unless g_idx shows that it needs all groups."""
         found: dict[str, Part] = {}
         for part in self._packed_parts():
             assert self.settings is not None
@@ -253,8 +253,8 @@ class PackedWeights:
         return found
 
     def read(self, shards: Shards, model: CausalLM, packed: Packed, on_tensors: OnTensors) -> None:
-        """Fill or replace every packed matrix; plain ones get their memory. on_tensors: told the names of the tensors
-        that were read, matrix by matrix. Raises CheckpointError."""
+        """Fill or replace every packed matrix; plain ones get their memory. on_tensors: called with the names of the
+        tensors that were read, matrix by matrix. Raises CheckpointError."""
         for matrix in self.matrices:
             linear = model.get_submodule(matrix.path)
             assert isinstance(linear, Linear)
@@ -275,7 +275,7 @@ class PackedWeights:
         return [part for part in every if self.settings.applies_to(part.name)]
 
     def _read_part(self, shards: Shards, model: CausalLM, part: _Part) -> GroupedWeight | torch.Tensor | None:
-        """None for a part that is plain."""
+        """None if the part is plain."""
         settings, inputs = self.settings, part.cut[1]
         assert settings is not None
         if not settings.applies_to(part.name):
@@ -311,7 +311,7 @@ class PackedWeights:
 
 
 def _fill(linear: Linear, matrix: _Matrix, parts: list[GroupedWeight | torch.Tensor | None]) -> None:
-    """Unpacked values into the rows of the packed parts."""
+    """Write unpacked values into the rows of the packed parts."""
     start = 0
     for each, part in zip(matrix.parts, parts, strict=True):
         if part is not None:

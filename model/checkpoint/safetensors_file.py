@@ -81,8 +81,8 @@ class SafetensorsFile:
         self._file.close()
 
     def read(self, name: str, destination: torch.Tensor, part: tuple[slice, ...] | None = None) -> None:
-        """Fill a tensor of the entry's shape, converting to its dtype, or of a part's: a slice of rows, and one of
-        columns where there are two dimensions. Nothing else is read then. The entry's dtype must be one of READABLE."""
+        """Fill a tensor of the entry's shape, converting to its dtype; with `part`, only that slice of rows (and of
+        columns, if there are two dimensions) is read. The entry's dtype must be one of READABLE."""
         entry = self.entries[name]
         dtype = READABLE[entry.dtype]
         is_direct = destination.is_contiguous() and destination.dtype == dtype and destination.device.type == "cpu"
@@ -98,7 +98,7 @@ class SafetensorsFile:
             destination.copy_(target)
 
     def _read_into(self, view: memoryview, start: int, tensor: str) -> None:
-        """These bytes and no others, by as many calls as the system wants for them."""
+        """Read exactly these bytes, in as many calls as the system needs."""
         filled = 0
         while filled < len(view):
             num_bytes = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
@@ -177,12 +177,12 @@ class SafetensorsFile:
 
 
 def part_bytes(entry: TensorEntry, part: tuple[slice, ...]) -> int:
-    """How many bytes of the tensor a part is."""
+    """Size of a part of the tensor."""
     return math.prod(each.stop - each.start for each in part) * ITEM_BYTES[entry.dtype]
 
 
 def byte_runs(entry: TensorEntry, part: tuple[slice, ...]) -> list[tuple[int, int]]:
-    """Where the part of a tensor of one or two dimensions lies, from its first byte: one run, or one for each row."""
+    """Where a part of a tensor of one or two dimensions lies, relative to its first byte: one run, or one per row."""
     rows, row_bytes = part[0], math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
     if len(part) == 1 or part[1] == slice(0, entry.shape[1]):
         return [(rows.start * row_bytes, rows.stop * row_bytes)]
@@ -191,14 +191,14 @@ def byte_runs(entry: TensorEntry, part: tuple[slice, ...]) -> list[tuple[int, in
 
 
 def is_sizes(value: object) -> bool:
-    """Whether a JSON value is a list of integers of at least 0."""
+    """Whether a JSON value is a list of non-negative integers."""
     if not isinstance(value, list):
         return False
     return all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value)
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: an object whose names are all different. Raises ValueError."""
+    """For json.loads: rejects objects with duplicate names. Raises ValueError."""
     result = dict(pairs)
     if len(result) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]

@@ -21,19 +21,19 @@ MAX_SHARDS = 1_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """Open files, and which of them has each tensor. Close with the stack that opened them."""
+    """Open files, and which of them has each tensor. Closed by the stack that opened them."""
 
     file_of: dict[str, SafetensorsFile]
 
     def entry(self, name: str) -> TensorEntry:
-        """What a header says of a tensor."""
+        """The tensor's header entry."""
         return self.file_of[name].entries[name]
 
 
 def open_shards(folder: Path, stack: ExitStack) -> Shards:
-    """Open every file of a checkpoint and check its header, and that index and files agree.
+    """Open every file of a checkpoint, check its header, and check that index and files agree.
 
-    Raises CheckpointError; where several things disagree, it names all of them.
+    Raises CheckpointError that names every disagreement.
     """
     if (single := find(folder, SINGLE)) is not None:
         file = stack.enter_context(SafetensorsFile(single))
@@ -50,7 +50,7 @@ def open_shards(folder: Path, stack: ExitStack) -> Shards:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """`find_file`, whose refusals are a checkpoint's here."""
+    """`find_file`, with its refusals as CheckpointError."""
     try:
         return find_file(folder, name)
     except FileRefused as error:
@@ -58,7 +58,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def open_all(folder: Path, names: list[str], stack: ExitStack) -> tuple[dict[str, SafetensorsFile], list[str]]:
-    """The files that could be opened, by name, and what is wrong with the others."""
+    """(the files that could be opened, by name; what is wrong with the others)."""
     files: dict[str, SafetensorsFile] = {}
     problems: list[str] = []
     for name in names:
@@ -90,15 +90,15 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def is_plain_name(shard: object) -> bool:
-    """Whether it names a .safetensors file in the folder itself. Half a surrogate pair, which JSON can hold and no
-    path, cannot be printed."""
+    """Whether it names a .safetensors file in the folder itself. Half a surrogate pair, which JSON can hold but no
+    path, is not printable."""
     if not isinstance(shard, str) or not shard.endswith(".safetensors") or not shard.isprintable():
         return False
     return not any(bad in shard for bad in ("/", "\\", "\0", ":")) and not shard.startswith(".")
 
 
 def index_mismatches(weight_map: dict[str, str], files: dict[str, SafetensorsFile]) -> list[str]:
-    """Tensors that the index puts where they are not, and tensors of shards that it does not put there."""
+    """Tensors that are not where the index says, and tensors of shards that the index does not list there."""
     problems = [
         f"{shard}: {name}: the index says that it is there, and it is not"
         for name, shard in weight_map.items()
@@ -114,13 +114,13 @@ def index_mismatches(weight_map: dict[str, str], files: dict[str, SafetensorsFil
 
 
 def unmentioned_shards(folder: Path, mentioned: set[str]) -> list[str]:
-    """Shards of the folder that the index leaves out."""
+    """Shards in the folder that the index does not mention."""
     there = {path.name for path in folder.glob("model-*.safetensors")}
     return [f"{name}: is in the folder, but not in the index" for name in sorted(there - mentioned)]
 
 
 def pickle_hint(folder: Path) -> str:
-    """What to say where only weights in pickle form are there."""
+    """A hint if the folder only has weights in pickle form."""
     if not any(folder.glob("*.bin")) and not any(folder.glob("*.pt*")):
         return ""
     return " (pickled weights are there; they are never loaded, since that would run code: convert them to safetensors)"

@@ -34,11 +34,11 @@ OnDownload = Callable[[int, int | None], None]
 
 
 def resolve_checkpoint(name: str, *, revision: str | None = None, on_progress: OnDownload | None = None) -> Path:
-    """The folder of a checkpoint, downloaded if need be.
+    """The folder of a checkpoint, downloaded if necessary.
 
     name: an existing folder with a config.json; an embedded model ("folio-chat"); or a hub id ("Qwen/Qwen2.5-0.5B").
-    revision: branch, tag or commit, for hub ids. on_progress: where it is None, the hub's own bar goes to stderr if
-    that is a terminal. Raises CheckpointError saying what to try instead.
+    revision: branch, tag or commit, for hub ids. on_progress: None: the hub's own progress bar goes to stderr if that
+    is a terminal. Raises CheckpointError saying what to try instead.
     """
     folder = Path(name).expanduser()
     if name and _is_folder(folder):
@@ -58,12 +58,12 @@ def _is_folder(path: Path) -> bool:
 
 
 def embedded_names() -> list[str]:
-    """Models that came with the repository."""
+    """Models that come with the repository."""
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
 def checked_folder(folder: Path) -> Path:
-    """The folder itself. Raises CheckpointError where it is no checkpoint, or a file of it leads elsewhere."""
+    """The folder itself. Raises CheckpointError if it is not a checkpoint, or a file in it leads elsewhere."""
     try:
         if find_file(folder, "config.json") is None:
             raise CheckpointError(f"{folder}: there is no config.json in it, so it is not a checkpoint folder")
@@ -86,7 +86,7 @@ def suggestion(name: str) -> str:
 
 
 def look_for_checkpoint(name: str, *, revision: str | None = None) -> Path | None:
-    """The folder where the checkpoint is on this machine, None where the hub has it. Downloads nothing. Raises
+    """The folder of a checkpoint that is on this machine; None if it would have to be downloaded. Raises
     CheckpointError as `resolve_checkpoint` does."""
     folder = Path(name).expanduser()
     if (name and _is_folder(folder)) or name in embedded_names() or not HUB_ID.fullmatch(name) or ".." in name:
@@ -102,8 +102,8 @@ def look_for_checkpoint(name: str, *, revision: str | None = None) -> Path | Non
 
 
 def download(name: str, *, revision: str | None, on_progress: OnDownload | None) -> Path:
-    """Fetch what is missing of a hub repository into the hub's cache: files that are there whole are not fetched again,
-    and a connection that breaks is taken up where it was. Raises CheckpointError, NoRoom among them."""
+    """Download what is missing of a hub repository into the hub's cache. Complete files are kept, and interrupted
+    downloads are resumed. Raises CheckpointError, including NoRoom."""
     # Imported here: a worker with a local folder has no use for an HTTP client.
     from huggingface_hub import snapshot_download
 
@@ -119,8 +119,8 @@ def download(name: str, *, revision: str | None, on_progress: OnDownload | None)
 
 
 def _plan_download(name: str, revision: str | None) -> int:
-    """Bytes that are missing here; 0 where the hub does not say, or cannot be asked, so that what is in its cache may
-    do. Raises CheckpointError for a repository that is no checkpoint, NoRoom."""
+    """Bytes still to download; 0 if the hub does not say or cannot be reached, since its cache may be enough. Raises
+    CheckpointError for a repository that is not a checkpoint, NoRoom."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -169,9 +169,9 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
 
 def progress_bar(on_progress: OnDownload, *, least_total: int = 0) -> type:
-    """A class that the hub takes for a bar and that shows nothing: it hands the bytes of all files on.
+    """A class that the hub uses as a progress bar. It shows nothing, and passes on the bytes of all files.
 
-    least_total: what is known to come; the hub itself learns of each file when it begins with it.
+    least_total: bytes known to come; the hub itself only learns of a file when it begins with it.
     """
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 

@@ -15,7 +15,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def destinations(model: CausalLM) -> dict[str, torch.Tensor]:
-    """A view of the model's memory for every tensor name that its config asks for, with the shape that it must have."""
+    """For every tensor name that the config asks for, a view of the model's memory with the required shape."""
     views = {EMBEDDING: model.embed_tokens.weight.data, "model.norm.weight": model.norm.weight.data}
     if not model.config.tie_word_embeddings:
         views[HEAD] = model.lm_head.weight.data
@@ -29,7 +29,7 @@ def destinations(model: CausalLM) -> dict[str, torch.Tensor]:
 
 
 def split(name: str, layer: str, tensor: torch.Tensor, config: ModelConfig) -> list[tuple[str, torch.Tensor]]:
-    """(name within the layer, view) of the parts of one parameter; itself where it is not fused."""
+    """(name within the layer, view) of the parts of one parameter; just itself if it is not fused."""
     name = name.removeprefix(layer)
     q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     sizes = {"qkv_proj": [q_size, kv_size, kv_size], "gate_up_proj": [config.intermediate_size] * 2}

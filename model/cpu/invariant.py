@@ -20,7 +20,7 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InvariantWeight:
-    """panels: [P, K, PANEL], bias_N: fp32, filled up to whole panels. A `model.layers.linear.Packed`."""
+    """panels: [P, K, PANEL], bias_N: fp32, padded to whole panels. A `model.layers.linear.Packed`."""
 
     panels: torch.Tensor
     bias_N: torch.Tensor
@@ -28,7 +28,7 @@ class InvariantWeight:
 
     @classmethod
     def pack(cls, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> "InvariantWeight":
-        """The same values in another order. Raises ValueError."""
+        """The same values, reordered. Raises ValueError."""
         require(weight_NK.is_cpu and weight_NK.dtype == torch.float32, "weight_NK")
         num_outputs, behind = len(weight_NK), -len(weight_NK) % PANEL
         whole_NK = F.pad(weight_NK, (0, 0, 0, behind))
@@ -38,7 +38,7 @@ class InvariantWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """Size of the weights."""
         return self.panels.numel() * self.panels.element_size()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def attention(
     context_S: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """One token per sequence, over the blocks of its table row as they lie; fp32. table_SM, context_S: int32, contexts
+    """One token per sequence, reading the blocks of its table row in place; fp32. table_SM, context_S: int32, contexts
     of at least 1. Raises ValueError, MemoryError."""
     q_SNH, table_SM, context_S = q_SNH.contiguous(), table_SM.contiguous(), context_S.contiguous()
     num_rows, num_heads, head_dim = q_SNH.shape

@@ -19,7 +19,7 @@ UNBOUND = ("", "auto")
 
 
 class Isa(IntEnum):
-    """Classes of x86-64 CPUs by what matrices are multiplied with; BASELINE is any other CPU, too."""
+    """Classes of x86-64 CPUs by the instructions for matrix products; BASELINE is every other CPU, too."""
 
     BASELINE = 0
     AVX2 = 1
@@ -30,7 +30,7 @@ class Isa(IntEnum):
 
     @property
     def word(self) -> str:
-        """As in the variable."""
+        """Its name in the variable."""
         return self.name.lower()
 
 
@@ -69,7 +69,8 @@ _NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 
 class CpuIsaError(ValueError):
-    """OCTAVO_CPU_ISA says what there is not, or what this CPU has not. In three parts, as command lines show errors."""
+    """OCTAVO_CPU_ISA names an unknown class, or one that this CPU does not have. In three parts, as command lines show
+    errors."""
 
     exit_code = 2
 
@@ -80,7 +81,7 @@ class CpuIsaError(ValueError):
 
 @cache
 def machine_isa() -> Isa:
-    """The class of this CPU, as Linux tells it: with AMX where this process may use its tiles."""
+    """The class of this CPU, according to Linux; with AMX only if this process may use its tiles."""
     flags, found = cpu_flags(), Isa.BASELINE
     for isa, added in _ADDED.items():
         if not flags.issuperset(added) or (isa is Isa.AMX and not _may_use_tiles()):
@@ -90,8 +91,8 @@ def machine_isa() -> Isa:
 
 
 def _may_use_tiles() -> bool:
-    """Asks Linux for AMX's tiles, for this process and those that it forks: who uses them without having asked is ended
-    by a signal. False where a kernel before 5.16 does not know of them, or a sandbox refuses."""
+    """Ask Linux for AMX's tiles, for this process and its forks: using them without permission kills the process. False
+    if the kernel is older than 5.16, or a sandbox refuses."""
     if platform.machine() != "x86_64":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -99,7 +100,7 @@ def _may_use_tiles() -> bool:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instructions by their names in /proc/cpuinfo; none where it tells none."""
+    """Instruction sets by their names in /proc/cpuinfo; empty if it lists none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -108,12 +109,12 @@ def cpu_flags() -> frozenset[str]:
 
 
 def bound() -> Isa | None:
-    """What OCTAVO_CPU_ISA asks for; None where it hides nothing. Raises CpuIsaError."""
+    """The class that OCTAVO_CPU_ISA asks for; None if it hides nothing. Raises CpuIsaError."""
     return hidden_above(os.environ.get(VARIABLE, "").strip().lower())
 
 
 def hidden_above(word: str) -> Isa | None:
-    """The class of this name, above which instructions are hidden; None where there are none. Raises CpuIsaError."""
+    """The class of this name, above which instructions are hidden; None if that hides none. Raises CpuIsaError."""
     if word in UNBOUND:
         return None
     if word not in BOUNDS:
@@ -126,13 +127,13 @@ def hidden_above(word: str) -> Isa | None:
 
 
 def cpu_isa() -> Isa:
-    """The class that this process computes as. Raises CpuIsaError."""
+    """The class of instructions that this process uses. Raises CpuIsaError."""
     limit = bound()
     return machine_isa() if limit is None else limit
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """For our kernels: everything that the machine has, or up to the bound. Raises CpuIsaError."""
+    """For our kernels: everything that the machine has, up to the bound. Raises CpuIsaError."""
     limit = bound()
     if limit is None:
         has_tiles_in_vain = machine_isa() is not Isa.AMX and "amx_tile" in cpu_flags()
@@ -145,7 +146,8 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def hide_instructions() -> None:
-    """Bound torch and its libraries, too. Before they compute for the first time; idempotent. Raises CpuIsaError."""
+    """Apply the bound to torch and its libraries too; call it before they compute for the first time. Idempotent.
+    Raises CpuIsaError."""
     limit = bound()
     if limit is not None:
         os.environ.update(_HIDDEN[limit])

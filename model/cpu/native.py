@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot be had. Compiles the first time: 3 s on one machine, 19 s on
+    """The compiled kernels, or None if they are unavailable. The first call compiles: 3 s on one machine, 19 s on
     another."""
     if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
         return None
@@ -79,7 +79,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str | None:
-    """Why there are no kernels, as a part of a sentence; None where they are there, or were switched off."""
+    """Why there are no kernels, as part of a sentence; None if there are, or they were switched off."""
     if native_library() is not None or os.environ.get("OCTAVO_NATIVE") == "off":
         return None
     compiler = _compiler()
@@ -93,19 +93,19 @@ def why_missing() -> str | None:
 
 
 def kernels_arithmetic() -> str:
-    """For people: what the products of bf16 weights are computed by. Empty where there is no library."""
+    """For people: what computes products of bf16 weights. Empty if there is no library."""
     library = native_library()
     return "" if library is None else bytes(library.octavo_arithmetic()).decode()
 
 
 def integer_arithmetic() -> str:
-    """For people: what multiplies integers by integers. Empty where nothing does."""
+    """For people: what multiplies integers by integers. Empty if nothing does."""
     library = native_library()
     return "" if library is None else bytes(library.octavo_integer_arithmetic()).decode()
 
 
 def kernels_fingerprint() -> str:
-    """Names the compiled code: sources, flags, compiler, processor. Empty where there is no library."""
+    """Identifies the compiled code: sources, flags, compiler, processor. Empty if there is no library."""
     library = native_library()
     return "" if library is None else Path(library._name).stem
 
@@ -115,7 +115,7 @@ def _compiler() -> str | None:
 
 
 def _load(file: Path) -> ctypes.CDLL:
-    """Raises OSError for a file that is no library, AttributeError where a function is missing."""
+    """Raises OSError for a file that is not a library, AttributeError if a function is missing."""
     library = ctypes.CDLL(str(file))
     for name, (arguments, result) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -124,7 +124,7 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def _compiled(compiler: str) -> Path:
-    """The library's file, compiled where it is not there yet. Raises SubprocessError, OSError."""
+    """The library's file, compiled if necessary. Raises SubprocessError, OSError."""
     folder = _folder()
     file = folder / f"kernels-{_fingerprint(compiler)}.so"
     if not file.exists():
@@ -138,7 +138,8 @@ def _compiled(compiler: str) -> Path:
 
 
 def _folder() -> Path:
-    """Only we may write there: what lies in it is executed. Raises PermissionError where another user could."""
+    """A folder that only we may write to, because what is in it gets executed. Raises PermissionError if another user
+    could."""
     folder = cache_folder("native")
     if folder.exists():
         status = folder.stat()
@@ -148,7 +149,7 @@ def _folder() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of all that decides what the compiler writes: caches are shared between machines."""
+    """A hash of everything that determines the compiler's output, since caches may be shared between machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10.0).stdout
     parts = (
         *(source.read_bytes() for source in (*SOURCES, *HEADERS)),
@@ -160,7 +161,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Architecture and instructions."""
+    """Architecture and instruction sets."""
     found = Path("/proc/cpuinfo")
     lines = found.read_text().split("\n\n")[0].splitlines() if found.exists() else []
     kept = [line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]

@@ -40,7 +40,8 @@ def require_attention(
     dtype: torch.dtype,
     multiple: int,
 ) -> None:
-    """One query per sequence over paged keys and values of this dtype, the head dim a multiple. Raises ValueError."""
+    """Raises ValueError unless there is one query per sequence over paged keys and values of this dtype, and head_dim
+    is a multiple of `multiple`."""
     num_rows, num_heads, head_dim = q_SNH.shape
     require(k_pool_PKBH.shape[3] == head_dim and head_dim % multiple == 0, "head_dim")
     require(num_heads % k_pool_PKBH.shape[1] == 0 and v_pool_PKBH.shape == k_pool_PKBH.shape, "v_pool_PKBH")
@@ -52,7 +53,7 @@ def require_attention(
 
 
 def loaded_library() -> ctypes.CDLL:
-    """The kernels, for callers who know that `native_library` has them. Raises RuntimeError where it has not."""
+    """The kernels, for callers that know they are available. Raises RuntimeError if they are not."""
     library = native_library()
     if library is None:
         raise RuntimeError("the native kernels are not there: ask `native_library` first")
@@ -60,7 +61,7 @@ def loaded_library() -> ctypes.CDLL:
 
 
 def takes(x: torch.Tensor, *, width: int) -> bool:
-    """Whether the kernels work on this tensor, in rows of this width: bf16 on a CPU that has them."""
+    """Whether the kernels support this tensor, in rows of this width: bf16 on a CPU with the kernels."""
     return x.dtype is torch.bfloat16 and x.is_cpu and not width % (2 * LANES) and native_library() is not None
 
 
@@ -98,8 +99,8 @@ def rope_write(
     k_pool_PKBH: torch.Tensor,
     v_pool_PKBH: torch.Tensor,
 ) -> torch.Tensor:
-    """qkv_TC: rows of N query heads, K keys, K values. Keys (turned) and values go to their slots (int64; -1 is
-    skipped), the turned queries come back: [T, N, H]. bf16."""
+    """qkv_TC: rows of N query heads, K keys, K values. Writes rotated keys and values to their slots (int64; -1 is
+    skipped), and returns the rotated queries [T, N, H]. bf16."""
     qkv_TC = qkv_TC.contiguous()
     num_rows, width = qkv_TC.shape
     num_kv_heads, block_size, head_dim = k_pool_PKBH.shape[1:]
@@ -140,7 +141,7 @@ def decode_attention(
     *,
     max_context_len: int,
 ) -> torch.Tensor:
-    """One new token per sequence, over the blocks of its table row as they lie; nothing is gathered or padded.
+    """One new token per sequence, reading the blocks of its table row in place: nothing is gathered or padded.
 
     q_SNH, pools: bf16. table_SM, context_S: int32, contexts of at least 1. Raises MemoryError.
     """
@@ -172,19 +173,19 @@ def decode_attention(
 
 
 def threads_for(num_bytes: int) -> int:
-    """How many threads are worth their while in a pass over so many bytes."""
+    """How many threads are worthwhile for a pass over this many bytes."""
     return torch.get_num_threads() if num_bytes >= _ENOUGH_BYTES else 1
 
 
 def threads_for_product(num_rows: int, num_bytes: int) -> int:
-    """How many are worth waking for a product of so many rows with weights of so many bytes: up to about eight rows, it
-    takes the time of reading the weights."""
+    """How many threads are worthwhile for a product of num_rows with weights of num_bytes: up to about eight rows, it
+    takes as long as reading the weights."""
     return threads_for(num_bytes * (1 + num_rows // 8))
 
 
 def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``max(dim=-1)``, which it is where there is no kernel: most_S of the dtype, the lowest index_S (int64) where
-    there are several. Where a row has a NaN, most_S is NaN and index_S some valid index."""
+    """``max(dim=-1)``, by a kernel if there is one: the maxima most_S, and the lowest index_S (int64) of each. If a row
+    has a NaN, most_S is NaN and index_S some valid index."""
     fits = logits_SV.is_cpu and logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1
     library = native_library() if fits else None  # compiling it takes seconds, for nothing where a GPU serves
     if library is None:
@@ -209,7 +210,7 @@ MOST_DIM = 256
 
 
 def takes_chunks(pool_PKBH: torch.Tensor) -> bool:
-    """Whether `chunk_attention` reads this cache."""
+    """Whether `chunk_attention` supports this cache."""
     head_dim = pool_PKBH.shape[3]
     return takes(pool_PKBH, width=head_dim) and head_dim <= MOST_DIM
 
@@ -223,8 +224,8 @@ def chunk_attention(
     *,
     context_len: int,
 ) -> torch.Tensor:
-    """The last Q tokens of a context, each over all before it and itself; [Q, N, H]. table_M: int32, the blocks of the
-    context in order. bf16. Raises ValueError, MemoryError."""
+    """The last Q tokens of a context, each attending to all before it and itself; [Q, N, H]. table_M: int32, the
+    context's blocks in order. bf16. Raises ValueError, MemoryError."""
     q_QNH, table_M = q_QNH.contiguous(), table_M.contiguous()
     num_tokens, num_heads, head_dim = q_QNH.shape
     num_kv_heads, block_size = k_pool_PKBH.shape[1], k_pool_PKBH.shape[2]

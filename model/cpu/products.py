@@ -28,7 +28,7 @@ GROUP = 32
 
 
 class Layout(IntEnum):
-    """How panels lie. Must match layer.c."""
+    """The layout of panels. Must match layer.c."""
 
     PAIRS = 0
     INTEGER_PAIRS = 1
@@ -38,7 +38,7 @@ class Layout(IntEnum):
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelWeight:
     """panels: [P, K / 2, PANEL, 2], bf16 or int8, or int8 [P, K' / 4, PANEL, 4] with whole groups of inputs. scale_N,
-    bias_N: fp32, filled up to whole panels. num_inputs: K."""
+    bias_N: fp32, padded to whole panels. num_inputs: K."""
 
     panels: torch.Tensor
     scale_N: torch.Tensor
@@ -48,12 +48,12 @@ class PanelWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """Size of the weights."""
         return self.panels.numel() * self.panels.element_size()
 
     @property
     def layout(self) -> Layout:
-        """Of the panels."""
+        """The layout of the panels."""
         if self.panels.dtype == torch.bfloat16:
             return Layout.PAIRS
         return Layout.INTEGER_PAIRS if self.panels.shape[-1] == 2 else Layout.INTEGER_FOURS
@@ -79,30 +79,30 @@ class PanelWeight:
         return out
 
     def unpacked(self) -> torch.Tensor:
-        """The weight that is multiplied with: fp32 [N, K]."""
+        """The weight as multiplied: fp32 [N, K]."""
         rows_NK = self.panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1).float()
         return (rows_NK * self.scale_N[:, None])[: self.num_outputs, : self.num_inputs]
 
 
 def can_panel(weight_NK: torch.Tensor) -> bool:
-    """Whether the compiled products take this weight: bf16, an even number of inputs, on a CPU with a C compiler."""
+    """Whether the compiled products support this weight: bf16, an even number of inputs, on a CPU with a C compiler."""
     if not weight_NK.is_cpu or weight_NK.dtype != torch.bfloat16 or weight_NK.shape[1] % 2:
         return False
     return native_library() is not None
 
 
 def pack_bf16(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> PanelWeight:
-    """The same values in another order."""
+    """The same values, reordered."""
     return _pack(weight_NK, torch.ones(len(weight_NK)), bias_N, together=2)
 
 
 def pack_int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> PanelWeight:
-    """Each row divided by a 127th of its largest magnitude and rounded to the nearest integer; inputs stay bf16."""
+    """Each row divided by 1/127 of its largest magnitude and rounded to the nearest integer; inputs stay bf16."""
     return _pack(*_rounded_rows(weight_NK), bias_N, together=2)
 
 
 def pack_int8_rounding(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> PanelWeight:
-    """The same integers, whose products round their inputs, too: several times as fast for many rows. For CPUs that
+    """`pack_int8` for products that round their inputs too: several times as fast for many rows. For CPUs that
     `multiplies_integers`."""
     rounded_NK, scale_N = _rounded_rows(weight_NK)
     behind = -weight_NK.shape[1] % GROUP
@@ -111,7 +111,7 @@ def pack_int8_rounding(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> 
 
 
 def multiplies_integers() -> bool:
-    """Whether this CPU, or what is not hidden of it, has instructions that multiply and sum 8-bit integers."""
+    """Whether this CPU has (and does not hide) instructions that multiply and sum 8-bit integers."""
     return bool(integer_arithmetic())
 
 
@@ -127,7 +127,7 @@ def _rounded_rows(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.Tensor | None, *, together: int) -> PanelWeight:
-    """together: inputs of an output that lie side by side."""
+    """together: inputs of an output that are stored side by side."""
     num_outputs, num_inputs = weight_NK.shape
     behind = -num_outputs % PANEL
     whole_NK = F.pad(weight_NK, (0, 0, 0, behind)) if behind else weight_NK
@@ -183,7 +183,7 @@ class LayerRest:
     def of(
         cls, *, o: PanelWeight, norm_D: torch.Tensor, epsilon: float, gate_up: PanelWeight, down: PanelWeight
     ) -> "LayerRest":
-        """Raises ValueError for shapes that do not belong together."""
+        """Raises ValueError for shapes that do not match."""
         dim, inner = o.num_outputs, down.num_inputs
         require(gate_up.num_inputs == down.num_outputs == dim and norm_D.shape == (dim,), "model dim")
         require(gate_up.num_outputs == 2 * inner, "intermediate")
@@ -192,7 +192,7 @@ class LayerRest:
         return cls(o, norm_D, epsilon, gate_up, down, packed)
 
     def run(self, attended_TC: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """attended_TC: what attention gave, hidden_TD: what the layer was given; bf16. Returns a new [T, D]. Raises
+        """attended_TC: the result of attention. hidden_TD: the layer's input; bf16. Returns a new [T, D]. Raises
         ValueError, MemoryError."""
         attended_TC, hidden_TD = attended_TC.contiguous(), hidden_TD.contiguous()
         num_tokens, dim = hidden_TD.shape

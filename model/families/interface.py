@@ -1,4 +1,4 @@
-"""What tells one model family from another: the fields of its config, the names of its weights, its decoder layer.
+"""What distinguishes one model family from another: its config's fields, the names of its weights, its decoder layer.
 
 A family is a module of this folder with one `Family` in it, and an entry of model/families/registry.py. Everything else
 (loading, CPU and GPU steps, verification) reads what a family says and never asks which one it is.
@@ -16,9 +16,9 @@ FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_p
 
 
 class Cut(Enum):
-    """What a rank of a tensor-parallel group has of a weight [outputs, inputs] and of its bias (Megatron-LM, arXiv
-    1909.08053). VOCABULARY is rows, one for each id. KV_HEADS is OUTPUTS by whole heads, of which several ranks have
-    the same one where there are fewer heads than ranks."""
+    """How a weight [outputs, inputs] and its bias are divided among the ranks of a tensor-parallel group (Megatron-LM,
+    arXiv 1909.08053). VOCABULARY: by rows, one per id. KV_HEADS: by outputs in whole heads; with fewer heads than
+    ranks, several ranks have the same one."""
 
     WHOLE = "whole"
     OUTPUTS = "column-parallel"
@@ -47,10 +47,10 @@ DENSE_CUTS = {
 
 
 class FinishOps(Protocol):
-    """The operations that follow attention in a layer, on one kind of device.
+    """The operations after attention in a layer, on one kind of device.
 
-    layer: what this execution tells its layers apart by. x: the residual stream of some tokens, which an operation may
-    change in place; one that returns it returns the new one.
+    layer: how this implementation identifies its layers. x: the residual stream of some tokens. An operation may change
+    x in place; if it returns x, callers use what it returned.
     """
 
     def add_output(self, layer: Any, x: Any, attended: Any) -> Any:
@@ -63,36 +63,35 @@ class FinishOps(Protocol):
         """x + down_proj(activated)."""
 
     def begin_sum(self, x: Any) -> Any:
-        """What a rank of a tensor-parallel group adds its product to, before `reduce`: zeros, or room that the product
-        overwrites. Of one rank, x."""
+        """What a tensor-parallel rank adds its product to before `reduce`: zeros, or memory that the product
+        overwrites. With one rank, x."""
 
     def reduce(self, x: Any, partial: Any) -> Any:
-        """x + the sum of all ranks' partial. Of one rank, partial: x is in it."""
+        """x + the sum of all ranks' partial. With one rank, partial, which includes x already."""
 
 
 class LayerOps(FinishOps, Protocol):
-    """All operations of a layer. An implementation that does several of them at once does so in the last of them, and
-    passes on in the others what it was given."""
+    """All operations of a layer. An implementation that fuses several of them does the work in the last one, and passes
+    its arguments through in the others."""
 
     def multiply_qkv(self, layer: Any, x: Any) -> Any:
-        """The product of the normalised x with the matrices of queries, keys and values, without what `write_qkv`
-        adds."""
+        """The product of the normalised x with the query, key and value matrices, without what `write_qkv` adds."""
 
     def write_qkv(self, layer: Any, x: Any, qkv: Any) -> Any:
-        """Bias, norm of each query and key head, RoPE, as the family has them; keys and values go into the cache.
-        Returns the queries."""
+        """Bias, norm of each query and key head, and RoPE, as far as the family has them; writes keys and values to the
+        cache. Returns the queries."""
 
     def attend(self, layer: Any, x: Any, queries: Any) -> Any:
         """Attention over the cache: the heads of every token."""
 
 
 def attend_dense(ops: LayerOps, layer: Any, x: Any) -> Any:
-    """The heads of a layer whose norm stands before attention."""
+    """The attended heads of a layer whose norm precedes attention."""
     return ops.attend(layer, x, ops.write_qkv(layer, x, ops.multiply_qkv(layer, x)))
 
 
 def finish_dense(ops: FinishOps, layer: Any, x: Any, attended: Any) -> Any:
-    """x after a dense layer whose norms stand before attention and before the MLP."""
+    """x after a dense layer whose norms precede attention and the MLP."""
     x = ops.reduce(x, ops.add_output(layer, ops.begin_sum(x), attended))
     return ops.reduce(x, ops.add_down(layer, ops.begin_sum(x), ops.activate(layer, x)))
 
@@ -101,11 +100,13 @@ def finish_dense(ops: FinishOps, layer: Any, x: Any, attended: Any) -> Any:
 class Family:
     """One model family.
 
-    model_type, architecture: as config.json names them; the architecture is also the class of transformers.
-    head_dim: where the config has none; None divides hidden_size among the heads. has_qkv_bias: of the QKV products.
-    has_qk_norm: RMSNorm over head_dim of each query and key head, before RoPE. must_be_false: flags of config.json that
-    would change the result and are not supported. fused: see FUSED. cuts: see DENSE_CUTS. attend, finish: the layer as
-    a program over operations; between the two a step may drop tokens that nothing reads later.
+    model_type, architecture: as in config.json; the architecture is also transformers' class name.
+    head_dim: if the config has none; None: hidden_size divided by the number of heads.
+    has_qkv_bias: whether the QKV products have one.
+    has_qk_norm: RMSNorm over head_dim of each query and key head, before RoPE.
+    must_be_false: flags of config.json that would change the result and are not supported.
+    fused: see FUSED. cuts: see DENSE_CUTS.
+    attend, finish: the layer as a program over operations; between them a step may drop tokens that nothing reads.
     """
 
     model_type: str

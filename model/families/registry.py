@@ -1,6 +1,6 @@
 """Every family that is served, by the name that config.json gives it.
 
-Must not know: what tells one from another.
+Must not know: what distinguishes them.
 """
 
 from octavo.model.config_fields import ConfigFields, shown
@@ -13,7 +13,7 @@ FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3)}
 
 
 def family_of(fields: ConfigFields) -> Family:
-    """The family of a config.json. Raises ConfigError naming what is served, for any other."""
+    """The family of a config.json. For any other, raises ConfigError naming those that are supported."""
     fields.must_be_one_of("model_type", tuple(FAMILIES))
     family = FAMILIES[fields.text("model_type")]
     if fields.has("architectures"):

@@ -48,7 +48,7 @@ class RmsNorm(nn.Module):
 
 
 def plain_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """By torch's operators, on any device."""
+    """With torch's operators, on any device."""
     wide_TD = x_TD.float()
     mean_square_T1 = wide_TD.pow(2).mean(-1, keepdim=True)
     return weight_D * (wide_TD * torch.rsqrt(mean_square_T1 + epsilon)).to(x_TD.dtype)
@@ -63,9 +63,9 @@ class RopeAngles:
 
 
 class Rope:
-    """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) with YaRN, in the half-split layout of Hugging Face
-    checkpoints: the angles of positions. Frequencies and angles are fp32 whatever the model's dtype: bf16 has no
-    position 257."""
+    """Angles of rotary position embeddings (Su et al. 2021, arXiv 2104.09864) with YaRN, in the half-split layout of
+    Hugging Face checkpoints. Frequencies and angles are fp32 whatever the model's dtype: bf16 cannot represent position
+    257."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -98,8 +98,8 @@ def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def yarn_keep_share(config: ModelConfig, yarn: YarnScaling) -> torch.Tensor:
-    """fp32 [H/2]: 1 where a frequency turns often enough within the original context to be kept, 0 where it is
-    divided by the factor, a ramp between (YaRN, "NTK-by-parts")."""
+    """fp32 [H/2]: 1 for frequencies that turn often enough within the original context to be kept, 0 for those divided
+    by the factor, a ramp in between (YaRN, "NTK-by-parts")."""
 
     def pair_of(rotations: float) -> float:
         """The (fractional) pair that turns this many times within the original context."""
@@ -114,7 +114,7 @@ def yarn_keep_share(config: ModelConfig, yarn: YarnScaling) -> torch.Tensor:
 
 
 def yarn_amplitude(yarn: YarnScaling) -> float:
-    """What YaRN multiplies cosine and sine with, so that attention keeps its temperature over the longer context."""
+    """The factor by which YaRN multiplies cosine and sine, to keep attention's temperature over the longer context."""
     if yarn.attention_factor is not None:
         return yarn.attention_factor
     return 0.1 * math.log(yarn.factor) + 1.0
@@ -139,8 +139,8 @@ class Attention(nn.Module):
             self.k_norm = RmsNorm(make(config.head_dim), config.rms_norm_eps)
 
     def multiply(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """qkv_TC: queries, keys and values of every token, its heads of queries and keys normalised where the family
-        does that."""
+        """qkv_TC: queries, keys and values of every token, with query and key heads normalised if the family does
+        that."""
         qkv_TC: torch.Tensor = self.qkv_proj(x_TD)
         if self.q_norm is None or self.k_norm is None:
             return qkv_TC
@@ -158,7 +158,7 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        """Attention over the cache, this step's keys and values included: [T, N * H], which `o_proj` is for."""
+        """Attention over the cache, including this step's keys and values: [T, N * H], the input of `o_proj`."""
         return backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, inputs, self.scale).flatten(1)
 
 
@@ -184,7 +184,7 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normalised stream and added to it. index: of the layer, from 0."""
+    """Attention and MLP, each applied to the normalised stream and added to it. index: of the layer, from 0."""
 
     def __init__(self, config: ModelConfig, make: MakeTensor, index: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -196,8 +196,9 @@ class DecoderLayer(nn.Module):
         self.rest: LayerRest | None = None
 
     def fuse(self) -> None:
-        """After packing, and after an addend was set: what follows attention in one call, where the weights are laid
-        out for it and nothing happens between its stages. `rest` may be taken away again, to see the stages."""
+        """Call after packing, and after setting an addend: computes everything after attention in one call, if the
+        weights have the layout for it and nothing happens between the stages. Setting `rest` to None undoes this, to
+        observe the stages."""
         self.rest = None
         linears = (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
         o, gate_up, down = (each.panels for each in linears)
@@ -209,8 +210,8 @@ class DecoderLayer(nn.Module):
         self.rest = LayerRest.of(o=o, norm_D=norm.weight, epsilon=norm.epsilon, gate_up=gate_up, down=down)
 
     def forward(self, hidden_TD: torch.Tensor, ops: "PagedOps", wanted_S: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns a new tensor; hidden_TD stays as it was. wanted_S: the rows that are read afterwards, where they are
-        not all: [S, D] comes back."""
+        """Returns a new tensor; hidden_TD is not changed. wanted_S: rows that are read afterwards; then [S, D] is
+        returned. None: all."""
         attended_TC = self._family.attend(ops, self, hidden_TD)
         if wanted_S is not None:
             attended_TC, hidden_TD = attended_TC[wanted_S], hidden_TD[wanted_S]
@@ -224,14 +225,14 @@ class DecoderLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchOps:
-    """The operations of a layer (`LayerOps`; a layer is a DecoderLayer) but for attention, a module for each product.
+    """The operations of a layer (`LayerOps`; a layer is a DecoderLayer) except attention, with one module per product.
     x is never changed in place."""
 
     angles: RopeAngles
     ranks: Ranks = ALONE
 
     def multiply_qkv(self, layer: DecoderLayer, x_TD: torch.Tensor) -> torch.Tensor:
-        """See LayerOps. The bias is in it, and the norms of heads."""
+        """See LayerOps. Includes the bias and the norms of heads."""
         return layer.self_attn.multiply(layer.input_layernorm(x_TD))
 
     def add_output(self, layer: DecoderLayer, x_SD: torch.Tensor, attended_SC: torch.Tensor) -> torch.Tensor:
@@ -285,7 +286,7 @@ class PagedOps(TorchOps):
 def turn_heads(
     layer: DecoderLayer, qkv_TC: torch.Tensor, angles: RopeAngles
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q_TNH and k_TKH with their positions turned in, v_TKH. One rotation for q and k."""
+    """q_TNH and k_TKH rotated by their positions, and v_TKH. One rotation for q and k together."""
     N, K = layer.self_attn.num_heads, layer.self_attn.num_kv_heads
     heads = qkv_TC.unflatten(1, (N + 2 * K, -1))
     turned = rotate(heads[:, : N + K], angles)

@@ -32,9 +32,9 @@ from octavo.model.quantization.rounding import Fp8Weight
 
 
 class WeightFormat(Enum):
-    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact; on a CPU their
-    inputs are rounded, too, 32 at a time by a scale of their own. INT8_WEIGHTS: the same, and inputs stay as they are.
-    FP8: e4m3 with a scale per output, which only the steps of model/gpu multiply with."""
+    """How weights are packed. INT8: integers with a scale per output, half the bytes and less exact; on a CPU, inputs
+    are rounded too, in groups of 32 with a scale each. INT8_WEIGHTS: the same, with inputs as they are. FP8: e4m3 with
+    a scale per output; only supported by the steps of model/gpu."""
 
     BF16 = "bf16"
     INT8 = "int8"
@@ -47,7 +47,7 @@ class FormatUnavailable(ValueError):
 
 
 class Packed(Protocol):
-    """A weight that only its own product can read, with its bias."""
+    """A weight, with its bias, that only its own product can read."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -76,10 +76,10 @@ Addend = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias, + addend(x) where there is one.
+    """y = x @ weight.T + bias, plus addend(x) if there is one.
 
-    weight: [out, in]; gone once packed. bias: [out], or None. The tensors are taken as they are: two layers can share
-    one (a tied head). addend: set by `CausalLM.set_addend`.
+    weight: [out, in]; gone once packed. bias: [out], or None. Tensors are not copied, so two layers can share one (a
+    tied head). addend: set by `CausalLM.set_addend`.
     """
 
     addend: Addend | None = None
@@ -97,44 +97,43 @@ class Linear(nn.Module):
         return y if self.addend is None else y + self.addend(x)
 
     def forward_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """`forward` as float32."""
+        """`forward`, in float32."""
         if self.panels is not None and self.addend is None:
             return self.panels.multiply(x, torch.float32)
         return self(x).float()
 
     def pack(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
-        """Lay the weight out as the device likes it best. Called once, after loading; the weight cannot be read any
-        more (another layer that shares it keeps it). Idempotent, and nothing where plain is best. Raises
-        FormatUnavailable where integers are wanted and cannot be had."""
+        """Convert the weight to the layout that is fastest on its device; does nothing if that is the plain one. Call
+        after loading: the weight cannot be read afterwards (a layer that shares it keeps it). Idempotent. Raises
+        FormatUnavailable if integers are wanted and not supported."""
         if self._packed is None:
             self._packed = packed(self.weight.data, self.bias, wanted)
             if self._packed is not None:
                 del self.weight
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give a weight that has only a shape (on the meta device) its memory."""
+        """Allocate a weight that only has a shape (on the meta device)."""
         self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
 
     def hold(self, weight: GroupedWeight | Fp8Weight) -> None:
-        """Take a quantised weight instead of the plain one, or of the one before, with this layer's bias. Packing
-        changes nothing then."""
+        """Replace the weight by a quantised one, with this layer's bias. Packing has no effect then."""
         if self._packed is None:
             del self.weight
         self._packed = weight.with_bias(self.bias)
 
     @property
     def quantized(self) -> GroupedWeight | Fp8Weight | None:
-        """The weight that `hold` was given."""
+        """The weight given to `hold`."""
         return self._packed if isinstance(self._packed, GroupedWeight | Fp8Weight) else None
 
     @property
     def panels(self) -> PanelWeight | None:
-        """What this was packed as, where that is panels."""
+        """The packed weight, if it is packed in panels."""
         return self._packed if isinstance(self._packed, PanelWeight) else None
 
     @property
     def arithmetic(self) -> str:
-        """For people: what computes the product; empty where there is nothing to say."""
+        """For people: what computes the product; empty if there is nothing to say."""
         if self.panels is not None and self.panels.layout is Layout.INTEGER_FOURS:
             return f"own kernels (integers by {integer_arithmetic()}, inputs rounded)"
         if self.panels is not None:
@@ -145,12 +144,12 @@ class Linear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed copy; 0 where there is none."""
+        """Size of the packed copy; 0 if there is none."""
         return 0 if self._packed is None else self._packed.num_bytes
 
 
 def _wanting(weight: torch.Tensor) -> str:
-    """What is not there for the compiled products to take this weight."""
+    """What is missing for the compiled products to support this weight."""
     if weight.dtype != torch.bfloat16:
         return f"a bf16 model, and this one computes in {str(weight.dtype).removeprefix('torch.')}: --dtype bfloat16"
     if native_library() is None:
@@ -159,7 +158,7 @@ def _wanting(weight: torch.Tensor) -> str:
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat) -> Packed | None:
-    """The best layout here; None where that is the plain one."""
+    """The weight in the best layout; None if that is the plain one."""
     if wanted is WeightFormat.FP8:
         raise FormatUnavailable("fp8 weights need a CUDA device of compute capability 8.9 or more; a CPU has int8")
     if wanted is not WeightFormat.BF16:
@@ -176,7 +175,7 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN packs this weight: bf16, on a CPU where it computes that."""
+    """Whether oneDNN can pack this weight: bf16, on a CPU where oneDNN computes bf16."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -25,7 +25,7 @@ from octavo.model.quantization.rounding import FP8_MAX
 
 
 def fold_cache_scales(model: CausalLM) -> None:
-    """Change the matrices in place, before they are packed or rounded."""
+    """Change the matrices in place; call before they are packed or rounded."""
     for layer in model.decoder_layers:
         fold_layer_scales(layer, model.config)
 
@@ -49,7 +49,7 @@ def fold_layer_scales(layer: DecoderLayer, config: ModelConfig) -> None:
 
 
 def cache_scales(qkv: Linear, norm_D: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 powers of two [K] for keys and for values, by which they are to be divided."""
+    """float32 powers of two [K] by which keys and values are to be divided."""
     K, H = config.num_key_value_heads, config.head_dim
     weight_CD = qkv.quantized.dequantized() if qkv.quantized is not None else qkv.weight.data
     rows = weight_CD[-2 * K * H :].float() * norm_D.float()
@@ -62,7 +62,7 @@ def cache_scales(qkv: Linear, norm_D: torch.Tensor, config: ModelConfig) -> tupl
 
 
 def normed_key_scale(norm_H: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """float32 power of two by which keys that were normalised are to be divided."""
+    """float32 power of two by which normalised keys are to be divided."""
     pair_2H = norm_H.float().view(2, config.head_dim // 2)
     amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0
     return power_of_two(pair_2H.norm(dim=0).amax() * config.head_dim**0.5 * amplitude)
@@ -75,7 +75,7 @@ def power_of_two(bound_K: torch.Tensor) -> torch.Tensor:
 
 
 def scale_outputs(linear: Linear, factor_O: torch.Tensor) -> None:
-    """Rows and bias times powers of two."""
+    """Multiply rows and bias by powers of two."""
     if linear.bias is not None:
         linear.bias.data.copy_(linear.bias.data.float() * factor_O)
     if isinstance(linear.quantized, GroupedWeight):
@@ -85,7 +85,7 @@ def scale_outputs(linear: Linear, factor_O: torch.Tensor) -> None:
 
 
 def scale_inputs(linear: Linear, factor_I: torch.Tensor) -> None:
-    """Columns times powers of two."""
+    """Multiply columns by powers of two."""
     if isinstance(linear.quantized, GroupedWeight):
         linear.hold(linear.quantized.with_inputs_scaled(factor_I))
     else:

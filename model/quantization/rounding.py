@@ -21,7 +21,7 @@ INPUT_GROUP = 32
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Fp8Weight:
-    """code_OI: e4m3. scale_O: float32, of each output. bias_O: of the model's dtype, or None."""
+    """code_OI: e4m3. scale_O: float32, per output. bias_O: in the model's dtype, or None."""
 
     code_OI: torch.Tensor
     scale_O: torch.Tensor
@@ -29,7 +29,7 @@ class Fp8Weight:
 
     @classmethod
     def quantize(cls, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> "Fp8Weight":
-        """Each output divided by a 448th of its largest magnitude and rounded to the nearest e4m3."""
+        """Each output divided by 1/448 of its largest magnitude and rounded to the nearest e4m3."""
         code_OI = torch.empty(weight_OI.shape, dtype=FP8, device=weight_OI.device)
         scale_O = torch.empty(len(weight_OI), dtype=torch.float32, device=weight_OI.device)
         for rows in range(0, len(weight_OI), 4096):  # the float32 copy of a large matrix would be twice as large
@@ -49,7 +49,7 @@ class Fp8Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes and scales."""
+        """Size of codes and scales."""
         return self.code_OI.numel() + 4 * self.scale_O.numel()
 
     def with_bias(self, bias_O: torch.Tensor | None) -> "Fp8Weight":
@@ -65,7 +65,8 @@ class Fp8Weight:
         return F.linear(x, self.dequantized().to(x.dtype), self.bias_O)
 
     def multiply_rounded(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """The same with x rounded to e4m3, a scale per token: the slow reference of the product for many tokens."""
+        """`multiply` with x rounded to e4m3, with a scale per token: the slow reference of the product for many
+        tokens."""
         code_TI, scale_T = quantize_rows(x_TI)
         rounded_TI = code_TI.float() * scale_T[:, None]
         out_TO = rounded_TI @ self.dequantized().T
@@ -73,15 +74,16 @@ class Fp8Weight:
 
 
 def quantize_rows(x_RI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 codes [R, I] and float32 scales [R]: each row by its largest magnitude. A row of zeros has scale 1."""
+    """e4m3 codes [R, I] and float32 scales [R], each row scaled by its largest magnitude. A row of zeros has scale
+    1."""
     scale_R = x_RI.abs().amax(1).float() / FP8_MAX
     scale_R = torch.where(scale_R > 0, scale_R, torch.ones_like(scale_R))
     return to_fp8(x_RI.float() / scale_R[:, None]), scale_R
 
 
 def round_inputs(x: torch.Tensor) -> torch.Tensor:
-    """What a CPU multiplies int8 weights with, as fp32 [..., I]: each INPUT_GROUP in units of a 127th of its largest
-    magnitude, rounded to the nearest. Where one is infinite or no number, none of the group is one."""
+    """The inputs that a CPU multiplies int8 weights with, as fp32 [..., I]: each INPUT_GROUP in units of 1/127 of its
+    largest magnitude, rounded to the nearest. If one of a group is infinite or NaN, the whole group is NaN."""
     groups = F.pad(x.float(), (0, -x.shape[-1] % INPUT_GROUP)).unflatten(-1, (-1, INPUT_GROUP))
     most = groups.abs().amax(-1, keepdim=True)
     steps = torch.where(most == 0, 0, groups.double() * (torch.full_like(most, 127) / most)).round()
@@ -89,15 +91,15 @@ def round_inputs(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """To the nearest e4m3, what lies beyond the largest becoming it (as the GPU's conversion does); NaN stays."""
+    """Round to the nearest e4m3, saturating (as the GPU's conversion does); NaN stays."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def round_to_groups(
     weight_OI: torch.Tensor, *, bits: int, group_size: int | None = None, bias_O: torch.Tensor | None = None
 ) -> GroupedWeight:
-    """Symmetric rounding to the nearest integers, a scale per output and group (None: per output). What GPTQ improves
-    on. Raises ValueError where the groups do not come out even."""
+    """Symmetric rounding to the nearest integers with a scale per output and group (None: per output): the baseline
+    that GPTQ improves on. Raises ValueError if the inputs do not divide into groups."""
     O, I = weight_OI.shape
     if I % (group_size or I):
         raise ValueError(f"{I} inputs are no multiple of group_size {group_size}")

@@ -12,7 +12,7 @@ from octavo.model.errors import ConfigError
 
 
 class Packing(Enum):
-    """How integers lie in a checkpoint's int32 words (model/checkpoint/packed.py)."""
+    """How integers are laid out in a checkpoint's int32 words (model/checkpoint/packed.py)."""
 
     GPTQ = "gptq"
     AWQ = "awq"
@@ -26,9 +26,9 @@ MODULES = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp
 class GroupSettings:
     """Integers of `bits` bits with a scale and a zero point for each output and each `group_size` inputs.
 
-    group_size None: all inputs are one group. zero_offset: what is added to stored zero points (1 in GPTQ's first
-    format). is_reordered: groups may be of inputs that are no neighbours (GPTQ's desc_act). left_out: parts of the
-    names of modules that are not quantised.
+    group_size None: all inputs are one group. zero_offset: added to stored zero points (1 in GPTQ's first format).
+    is_reordered: groups may consist of non-adjacent inputs (GPTQ's desc_act). left_out: parts of the names of modules
+    that are not quantised.
     """
 
     packing: Packing
@@ -40,11 +40,11 @@ class GroupSettings:
 
     @property
     def per_word(self) -> int:
-        """Integers in a word of 32 bits."""
+        """Integers per 32-bit word."""
         return 32 // self.bits
 
     def groups_of(self, num_inputs: int) -> int:
-        """Groups of a matrix. Raises ValueError where they would not come out even."""
+        """Number of groups in a matrix. Raises ValueError if the inputs do not divide evenly."""
         size = self.group_size or num_inputs
         if num_inputs % size:
             raise ValueError(f"{num_inputs} inputs are no multiple of group_size {size}")
@@ -56,7 +56,7 @@ class GroupSettings:
 
 
 def parse_quantization(fields: ConfigFields) -> GroupSettings | None:
-    """None where the config has no quantization_config. Raises ConfigError naming the field."""
+    """None if the config has no quantization_config. Raises ConfigError naming the field."""
     if not fields.has("quantization_config"):
         return None
     nested = fields.nested("quantization_config")
@@ -102,8 +102,8 @@ def _parse_awq(fields: ConfigFields) -> GroupSettings:
 
 
 def _format(fields: ConfigFields, name: str, supported: tuple[str, ...]) -> str:
-    """How words are packed: by this field, or by `format`, as GPTQModel and transformers 5 name it; the first of
-    those that are supported where neither is there."""
+    """How words are packed: from this field, or from `format`, as GPTQModel and transformers 5 call it; the first
+    supported one if neither is present."""
     name = name if fields.has(name) else "format"
     found = fields.text(name).lower() if fields.has(name) else supported[0]
     if found not in supported:
@@ -120,7 +120,7 @@ def _bits(fields: ConfigFields, supported: tuple[int, ...]) -> int:
 
 
 def _group_size(fields: ConfigFields) -> int | None:
-    """None for one group of all inputs. Codes of 4 bits lie in pairs of a group, also where they are unpacked."""
+    """None for one group of all inputs. 4-bit codes are paired within a group, even when unpacked."""
     if fields.has("group_size") and fields.value("group_size") == -1:
         return None
     size = fields.positive_int("group_size")
@@ -130,7 +130,8 @@ def _group_size(fields: ConfigFields) -> int | None:
 
 
 def _unnamed(fields: ConfigFields) -> tuple[str, ...]:
-    """Modules of a layer that optimum's list of lists of those to quantise does not name; none without such a list."""
+    """Modules of a layer that are missing from optimum's list of lists of modules to quantise; none without such a
+    list."""
     if not fields.has("modules_in_block_to_quantize"):
         return ()
     lists = fields.value("modules_in_block_to_quantize")

@@ -37,8 +37,8 @@ TOP_K_OFF = 2**31 - 1
 
 
 def keep_typical(x_NV: torch.Tensor, typical_p_N: torch.Tensor) -> torch.Tensor:
-    """The logits with everything that is not typical at -inf. x_NV: float32, at least one finite entry a row.
-    typical_p_N: float64, in (0, 1)."""
+    """The logits with everything atypical at -inf. x_NV: float32, at least one finite entry per row. typical_p_N:
+    float64, in (0, 1)."""
     logprob_NV = x_NV.log_softmax(dim=-1)
     p_NV = logprob_NV.exp()
     entropy_N1 = -(logprob_NV * p_NV).nan_to_num_(nan=0.0).sum(dim=-1, keepdim=True)
@@ -51,10 +51,10 @@ def keep_typical(x_NV: torch.Tensor, typical_p_N: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """What the rows ask for, on the device of the logits.
+    """The rows' filter parameters, on the logits' device.
 
-    top_k_S: int64, TOP_K_OFF where off. top_p_S: float64, 1 where off. floor_S: float32, the least logit that
-    top-n-sigma and min-p leave, -inf where off. typical_p_S: float64, 1 where off.
+    top_k_S: int64, TOP_K_OFF if off. top_p_S: float64, 1 if off. floor_S: float32, the least logit that top-n-sigma and
+    min-p keep, -inf if off. typical_p_S: float64, 1 if off.
     """
 
     top_k_S: torch.Tensor
@@ -64,7 +64,7 @@ class Filters:
 
     @classmethod
     def of(cls, logits_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> "Filters":
-        """Of rows with these logits, before the temperature. columns: by name of `model.sampling.params.COLUMNS`, [S]
+        """For rows with these logits, before the temperature. columns: by name in `model.sampling.params.COLUMNS`, [S]
         each."""
         return cls(
             top_k_S=columns["top_k"].masked_fill(columns["top_k"] == 0, TOP_K_OFF),
@@ -75,11 +75,11 @@ class Filters:
 
     @property
     def has_top_p_only_S(self) -> torch.Tensor:
-        """bool: top-p sees the whole distribution."""
+        """bool: rows where top-p sees the whole distribution."""
         return (self.top_k_S == TOP_K_OFF) & (self.floor_S == -torch.inf)
 
     def rows(self, index: torch.Tensor) -> "Filters":
-        """The same for some of the rows."""
+        """The filters of some of the rows."""
         return Filters(
             top_k_S=self.top_k_S[index],
             top_p_S=self.top_p_S[index],
@@ -89,8 +89,9 @@ class Filters:
 
 
 def sigma_floor(logits_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The least logit that top-n-sigma leaves, float32 [S], in units of the draw: less the largest one, by the
-    temperature; -inf where off. Row by row: a sum over several would be cut differently for other batch sizes."""
+    """The least logit that top-n-sigma keeps, float32 [S], after scaling (row maximum at 0, divided by the
+    temperature); -inf if off. Computed row by row: a sum over several rows would be split differently for other batch
+    sizes."""
     n_S = columns["top_n_sigma"]
     floor_S = torch.full_like(n_S, -torch.inf)
     for row in torch.nonzero(n_S > 0).flatten().tolist():
@@ -100,10 +101,10 @@ def sigma_floor(logits_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) ->
 
 
 def largest(x_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` largest entries of each row, in falling order: values [S, K] and ids int64 [S, K].
+    """The ``count`` largest entries of each row, in descending order: values [S, K] and ids int64 [S, K].
 
-    Twice as much reading as a maximum, and no sort of the vocabulary: the K largest entries lie in the K groups with
-    the largest maxima.
+    Reads twice as much as a maximum does, but does not sort the vocabulary: the K largest entries are in the K groups
+    with the largest maxima.
     """
     num_rows, width = x_SV.shape
     num_groups = width // _GROUP
@@ -122,9 +123,9 @@ def largest(x_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def masses(x_SV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Sum of exp(x) over the vocabulary, float32 [S], where top-p needs it; 1 where it does not.
+    """Sum of exp(x) over the vocabulary, float32 [S], for rows where top-p needs it; 1 for others.
 
-    By way of softmax, which works row by row: a plain sum would be cut differently for other batch sizes.
+    Computed with softmax, which works row by row: a plain sum would be split differently for other batch sizes.
     """
     mass_S = torch.ones(len(x_SV), device=x_SV.device)
     index = torch.nonzero(filters.has_top_p_only_S & (filters.top_p_S < 1)).squeeze(1)
@@ -136,10 +137,10 @@ def masses(x_SV: torch.Tensor, filters: Filters) -> torch.Tensor:
 def thresholds(
     sorted_SK: torch.Tensor, mass_S: torch.Tensor, filters: Filters, *, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest surviving logit of each row, float32 [S], and whether it is right, bool [S].
+    """Smallest surviving logit of each row, float32 [S], and whether it is exact, bool [S].
 
-    sorted_SK: float32, falling, each row's maximum is 0. mass_S: as `masses` gives it. A threshold is right where the
-    candidates reach past it; elsewhere more of them are needed.
+    sorted_SK: float32, descending, with each row's maximum at 0. mass_S: from `masses`. A threshold is exact if the
+    candidates extend beyond it; otherwise more of them are needed.
     """
     width = sorted_SK.shape[1]
     last_S1 = (filters.top_k_S.clamp(max=width) - 1).unsqueeze(1)

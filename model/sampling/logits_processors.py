@@ -20,13 +20,13 @@ import torch
 from octavo.model.sampling.params import SamplingRows
 
 T = TypeVar("T")
-_ANYTHING = -1  # fills a short word's beginning; equals no token
+_ANYTHING = -1  # pads the front of short words; equals no token
 _NONE = -1
 _FIRST_PLACES = 4
 
 
 class Places:
-    """Which row of the table belongs to which of R rows. num_places: rows that the table must have."""
+    """Assigns table rows to some of R rows. num_places: rows that the table must have."""
 
     def __init__(self, max_rows: int) -> None:
         self._place_R = np.full(max_rows, _NONE, np.int64)
@@ -34,7 +34,7 @@ class Places:
         self.num_places = 0
 
     def take(self, row: int) -> int:
-        """The row's place, a new one where it has none; their number doubles when none is free."""
+        """The row's place, newly assigned if it has none; the table doubles when it is full."""
         if self._place_R[row] == _NONE:
             if not self._free:
                 first, self.num_places = self.num_places, max(2 * self.num_places, _FIRST_PLACES)
@@ -43,18 +43,18 @@ class Places:
         return int(self._place_R[row])
 
     def drop(self, row: int) -> None:
-        """Give the place back. Idempotent."""
+        """Free the row's place. Idempotent."""
         if self._place_R[row] != _NONE:
             self._free.append(int(self._place_R[row]))
             self._place_R[row] = _NONE
 
     def of(self, rows_S: np.ndarray) -> np.ndarray:
-        """int64: places of rows that have one."""
+        """int64: the places of rows that have one."""
         return self._place_R[rows_S]
 
 
 def wide_enough(table_NV: torch.Tensor, num_places: int) -> torch.Tensor:
-    """The table with at least so many rows; new ones are zero."""
+    """The table with at least num_places rows; new ones are zero."""
     missing = num_places - len(table_NV)
     if missing <= 0:
         return table_NV
@@ -72,13 +72,13 @@ class TokenHistory:
         self.num_prompt_R = np.zeros(max_rows, np.int64)
 
     def put(self, row: int, token_ids_T: np.ndarray, num_prompt_tokens: int) -> None:
-        """Forget the row's tokens and take these."""
+        """Replace the row's tokens."""
         self.tokens_RT[row, : len(token_ids_T)] = token_ids_T
         self.num_prompt_R[row] = num_prompt_tokens
 
 
 class Penalties:
-    """Counts of output tokens for the rows that need them, and their use on logits."""
+    """Counts output tokens for the rows that need them, and penalises logits."""
 
     def __init__(self, rows: SamplingRows, history: TokenHistory, device: torch.device) -> None:
         self._rows = rows
@@ -120,8 +120,8 @@ class Penalties:
         logits_SV.index_put_((index_S1, ids_SL), score_SL)
 
     def _seen(self, rows_S: np.ndarray, lengths_S: np.ndarray) -> torch.Tensor:
-        """int64 [S, L] tokens; short rows are filled up with their own first token, which a scatter of equal values
-        does not notice."""
+        """int64 [S, L] tokens; short rows are padded with their own first token, which does not change a scatter of
+        equal values."""
         longest = int(lengths_S.max())
         ids_SL = self._history.tokens_RT[rows_S, :longest].astype(np.int64)
         is_past_SL = np.arange(longest) >= lengths_S[:, None]
@@ -132,7 +132,7 @@ class Penalties:
 
 
 class LogitBias:
-    """Biases of rows, as (row of the batch, id, value) lists that are made anew only when the batch changes."""
+    """Biases of rows, as (row of the batch, id, value) lists that are rebuilt only when the batch changes."""
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -161,7 +161,7 @@ class LogitBias:
 
 
 class AllowedIds:
-    """Masks of rows that may sample only some ids."""
+    """Masks for rows that may only sample some ids."""
 
     def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -169,7 +169,7 @@ class AllowedIds:
         self._is_allowed_NV = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def put(self, row: int, ids: tuple[int, ...]) -> None:
-        """The ids of a row; none: all are allowed, and nothing is held."""
+        """The row's ids; empty: all are allowed, and nothing is stored."""
         if not ids:
             self._places.drop(row)
             return
@@ -187,7 +187,7 @@ class AllowedIds:
 
 
 class BadWords:
-    """Token sequences that must not be completed. A word matches the output alone, as vLLM has it."""
+    """Token sequences that must not be completed. A word is only matched against the output, as in vLLM."""
 
     def __init__(self, history: TokenHistory, *, vocab_size: int, device: torch.device) -> None:
         self._history = history
@@ -197,7 +197,7 @@ class BadWords:
         self._flat = _Kept(self._flatten)
 
     def put(self, row: int, words: tuple[tuple[int, ...], ...]) -> None:
-        """The row's words; none: nothing is held."""
+        """The row's words; empty: nothing is stored."""
         self._flat.forget()
         self._by_row.pop(row, None)
         if known := tuple(word for word in words if word and 0 <= word[-1] < self._vocab_size):
@@ -212,7 +212,8 @@ class BadWords:
         logits_SV.index_put_(place, torch.tensor(-torch.inf, device=self._device))
 
     def _said(self, rows_S: np.ndarray, lengths_S: np.ndarray, width: int) -> np.ndarray:
-        """int64 [S, L]: the last tokens of each row's output; before its begin something that no word has."""
+        """int64 [S, L]: the last tokens of each row's output, padded at the front with a value that no word
+        contains."""
         position_SL = lengths_S[:, None] - width + np.arange(width)
         is_output_SL = position_SL >= self._history.num_prompt_R[rows_S][:, None]
         said_SL = self._history.tokens_RT[rows_S[:, None], np.maximum(position_SL, 0)]
@@ -231,7 +232,7 @@ _NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class _Kept(Generic[T]):
-    """What was made for a batch of rows, until the batch or a row's parameters change."""
+    """A value computed for a batch of rows, kept until the batch or a row's parameters change."""
 
     def __init__(self, make: Callable[[np.ndarray], T]) -> None:
         self._make = make

@@ -15,8 +15,8 @@ from octavo.model.sampling.filters import largest
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Logprobs:
-    """index_N: int64 positions in the batch. chosen_N: float32. top_ids_NK: int64 and top_NK: float32, falling; row i
-    asked for the first ``count_N[i]`` of them."""
+    """index_N: int64 positions in the batch. chosen_N: float32. top_ids_NK: int64 and top_NK: float32, descending; row
+    i asked for the first ``count_N[i]`` of them."""
 
     index_N: np.ndarray
     count_N: np.ndarray
@@ -26,7 +26,7 @@ class Logprobs:
 
 
 class RawLogprobs:
-    """Log-probabilities taken before the logits are changed, waiting for the token to be chosen."""
+    """Log-probabilities computed before the logits are changed, until the token is chosen."""
 
     def __init__(self, logits_SV: torch.Tensor, index_N: np.ndarray, count_N: np.ndarray) -> None:
         self._index_N = index_N
@@ -35,7 +35,7 @@ class RawLogprobs:
         self._logprobs_NV = logits_SV[torch.from_numpy(index_N).to(logits_SV.device)].log_softmax(dim=-1)
 
     def choose(self, tokens_S: torch.Tensor) -> Logprobs:
-        """The answer, now that each row's token (int64) is known."""
+        """The result, now that each row's token (int64) is known."""
         tokens_N = tokens_S[torch.from_numpy(self._index_N).to(tokens_S.device)]
         chosen_N1 = self._logprobs_NV.gather(1, tokens_N.unsqueeze(1))
         top_NK, top_ids_NK = largest(self._logprobs_NV, int(self._count_N.max()))

@@ -13,14 +13,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenMasks:
-    """index_N: int64, distinct rows of the batch, rising. bits_NW: int32 [N, ceil(V / 32)]; token v is allowed where
-    bit v % 32 of word v // 32 is set, the lowest bit first."""
+    """index_N: int64, distinct rows of the batch, ascending. bits_NW: int32 [N, ceil(V / 32)]; token v is allowed if
+    bit v % 32 of word v // 32 is set, lowest bit first."""
 
     index_N: np.ndarray
     bits_NW: np.ndarray
 
     def apply(self, logits_SV: torch.Tensor) -> None:
-        """-inf for what is not allowed, in place. logits_SV: float32, on any device."""
+        """Set the logits of forbidden tokens to -inf, in place. logits_SV: float32, on any device."""
         index = torch.from_numpy(self.index_N).to(logits_SV.device)
         is_allowed_NV = self.is_allowed(logits_SV.shape[1], logits_SV.device)
         logits_SV[index] = logits_SV[index].masked_fill_(~is_allowed_NV, -torch.inf)
@@ -37,7 +37,7 @@ class TokenMasks:
         return bits_NWB.flatten(1)[:, :vocab_size].bool()
 
     def row(self, index: int) -> "TokenMasks | None":
-        """The mask of one row of the batch, as a batch of its own; None where the row has none."""
+        """The mask of one row of the batch, as a batch of one; None if the row has none."""
         found = np.flatnonzero(self.index_N == index)
         if not len(found):
             return None

@@ -16,11 +16,11 @@ import numpy as np
 
 
 class Feature(IntFlag):
-    """What a row needs beyond the largest logit. A batch in which no row needs anything takes the short way.
+    """What a row needs beyond the largest logit. If no row of a batch needs anything, sampling is a single argmax.
 
-    Stages, in this order: LOGPROBS are taken of the raw logits; BIAS is added; PENALTY; then the masks MIN_TOKENS,
-    ALLOWED, BAD_WORDS and GRAMMAR, whose order among themselves says nothing, as each only sets logits to -inf; then,
-    for RANDOM rows, temperature, FLOOR, FILTER, and TYPICAL over what those leave; then the draw.
+    Stages, in this order: LOGPROBS are taken from the raw logits; BIAS; PENALTY; then the masks MIN_TOKENS, ALLOWED,
+    BAD_WORDS and GRAMMAR, in any order, since each only sets logits to -inf; then, for RANDOM rows, temperature, FLOOR,
+    FILTER, and TYPICAL over what those leave; then the draw.
     """
 
     NONE = 0
@@ -42,14 +42,15 @@ MASKS = Feature.MIN_TOKENS | Feature.ALLOWED | Feature.BAD_WORDS | Feature.GRAMM
 
 
 class SamplingParams(Protocol):
-    """How one output's tokens are chosen (`wire.messages.SamplingParams`): besides these, a number by each
-    `Column.parameter`. Complete: nothing is filled in from a model's defaults here.
+    """How one output's tokens are chosen (`wire.messages.SamplingParams`): besides these, the numbers named by
+    `Column.parameter`. Complete: no defaults of the model are filled in here.
 
-    seed: uint64; one seed gives the same tokens whatever else is in the batch.
-    stop_token_ids: end tokens included; none of them is sampled while fewer than min_tokens are out.
-    num_logprobs: None: none; 0: the chosen token's; n: the n most likely besides.
-    logit_bias: id -> what is added to its logit. allowed_token_ids: the only ones that are sampled; empty: all.
-    bad_words: token sequences, none of which the output ever holds; the prompt does not count.
+    seed: uint64; the same seed gives the same tokens, whatever else is in the batch.
+    stop_token_ids: end tokens included; none of them is sampled before min_tokens.
+    num_logprobs: None: none; 0: the chosen token's; n: also the n most likely.
+    logit_bias: id -> what is added to its logit.
+    allowed_token_ids: the only ids that may be sampled; empty: all.
+    bad_words: token sequences that the output never contains; the prompt does not count.
     """
 
     @property
@@ -72,8 +73,8 @@ def _log(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A parameter as one number a row. off: the column's value where the parameter asks for nothing. feature: what it
-    asks for elsewhere. dtype: on the host; a device has the one of the kind with 32 bits."""
+    """A parameter as one number per row. off: the value that disables it. feature: what any other value needs. dtype:
+    on the host; devices use the 32-bit equivalent."""
 
     parameter: str
     off: float
@@ -101,7 +102,7 @@ OF_RANDOM = Feature.FILTER | Feature.FLOOR | Feature.TYPICAL
 
 
 def column_values(params: SamplingParams, *, vocab_size: int) -> dict[str, float]:
-    """By name of COLUMNS. A top-k of the whole vocabulary is none."""
+    """Values by name in COLUMNS. A top-k of the whole vocabulary counts as off."""
     values = {name: column.convert(getattr(params, column.parameter)) for name, column in COLUMNS.items()}
     if values["top_k"] >= vocab_size:
         values["top_k"] = 0
@@ -109,7 +110,7 @@ def column_values(params: SamplingParams, *, vocab_size: int) -> dict[str, float
 
 
 def features_of(params: SamplingParams) -> Feature:
-    """What the parameters ask for beyond the largest logit."""
+    """What the parameters need beyond the largest logit."""
     wanted = Feature.NONE
     for column in COLUMNS.values():
         if column.convert(getattr(params, column.parameter)) != column.off:
@@ -130,9 +131,9 @@ def features_of(params: SamplingParams) -> Feature:
 
 
 class SamplingRows:
-    """SamplingParams of R rows as numpy arrays, so that a step reads them by fancy indexing and not by a loop.
+    """SamplingParams of R rows as numpy arrays, so that a step reads them by fancy indexing rather than a loop.
 
-    columns: by name of COLUMNS, [R] each.
+    columns: by name in COLUMNS, [R] each.
     """
 
     def __init__(self, *, max_rows: int, vocab_size: int) -> None:
@@ -144,7 +145,7 @@ class SamplingRows:
         self.stop_ids_RW = np.full((max_rows, 4), -1, np.int64)  # -1: unused column, never read as an id
 
     def put(self, row: int, params: SamplingParams) -> None:
-        """Give the row new parameters; whatever it had is forgotten."""
+        """Replace the row's parameters."""
         self.features_R[row] = features_of(params)
         for name, value in column_values(params, vocab_size=self.vocab_size).items():
             self.columns[name][row] = value
@@ -153,7 +154,7 @@ class SamplingRows:
         self._put_stop_ids(row, params.stop_token_ids)
 
     def _put_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        """Store the ids that can be sampled at all; the table widens by doubling when a longer list comes."""
+        """Store those ids that can be sampled at all; the table doubles its width for a longer list."""
         ids = [i for i in dict.fromkeys(stop_ids) if 0 <= i < self.vocab_size]
         while len(ids) > self.stop_ids_RW.shape[1]:
             self.stop_ids_RW = np.concatenate([self.stop_ids_RW, np.full_like(self.stop_ids_RW, -1)], axis=1)

@@ -18,7 +18,7 @@ from octavo.model.sampling.sampler import Sampled, Sampler
 
 
 class EachRowSampler(Sampler):
-    """See Sampler. For deterministic mode."""
+    """A Sampler for deterministic mode."""
 
     def sample(
         self,
@@ -27,7 +27,7 @@ class EachRowSampler(Sampler):
         lengths_S: np.ndarray,
         masks: TokenMasks | None = None,
     ) -> Sampled:
-        """See Sampler.sample. logits_SV is not overwritten where rows are taken one by one."""
+        """See Sampler.sample. Does not overwrite logits_SV for rows that are sampled one by one."""
         is_special_S = self._rows.features_R[rows_S] != 0
         if masks is not None:
             is_special_S[masks.index_N] = True
@@ -46,7 +46,7 @@ class EachRowSampler(Sampler):
 
 
 def joined(groups: Sequence[np.ndarray], found: Sequence[Sampled]) -> Sampled:
-    """One answer from those of groups of rows, whose places in the batch are given."""
+    """The results of groups of rows as one, given the rows' places in the batch."""
     order = torch.from_numpy(np.argsort(np.concatenate(groups))).to(found[0].tokens_S.device)
     parts = [(index, each.logprobs) for index, each in zip(groups, found, strict=True) if each.logprobs is not None]
     columns: dict[str, torch.Tensor | None] = {}
@@ -55,7 +55,7 @@ def joined(groups: Sequence[np.ndarray], found: Sequence[Sampled]) -> Sampled:
         if all(value is None for value in values):
             columns[name] = None
             continue
-        # None says that no row of the group has what the column tells of.
+        # None: no row of the group has what the column is about.
         nothing = [torch.zeros_like(each.is_finite_S) for each in found]
         filled = [empty if value is None else value for value, empty in zip(values, nothing, strict=True)]
         columns[name] = torch.cat(filled)[order]
@@ -63,7 +63,7 @@ def joined(groups: Sequence[np.ndarray], found: Sequence[Sampled]) -> Sampled:
 
 
 def _joined_logprobs(parts: list[tuple[np.ndarray, Logprobs]]) -> Logprobs:
-    """Shorter lists are filled up with what is never read."""
+    """Shorter lists are padded with values that are never read."""
     width = max(logprobs.top_NK.shape[1] for _, logprobs in parts)
 
     def widened(array_NK: np.ndarray) -> np.ndarray:

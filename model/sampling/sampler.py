@@ -28,9 +28,14 @@ _MANY_CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """tokens_S: int64, on the logits' device; is_finite_S: bool, False where the row had NaN, +inf or nothing
-    finite, and its token (a valid id) means nothing. logprobs: None where no row asked. is_exhausted_S: bool, True
-    where the row's masks forbid every token, so that its token means nothing either; None where no row has a mask."""
+    """The result of sampling a batch.
+
+    tokens_S: int64, on the logits' device.
+    is_finite_S: bool, False if the row had NaN, +inf or nothing finite; its token (a valid id) is then meaningless.
+    logprobs: None if no row asked for them.
+    is_exhausted_S: bool, True if the row's masks forbid every token; its token is then meaningless too. None if no
+      row has a mask.
+    """
 
     tokens_S: torch.Tensor
     is_finite_S: torch.Tensor
@@ -41,7 +46,8 @@ class Sampled:
 class Sampler:
     """Holds the sampling parameters of R rows and draws their tokens.
 
-    vocab_size: ids that may be sampled; logits past it are ignored. history: the rows' tokens, kept by the caller.
+    vocab_size: ids that may be sampled; logits beyond it are ignored. history: the rows' tokens, maintained by the
+    caller.
     """
 
     def __init__(self, *, vocab_size: int, history: TokenHistory, device: torch.device | str = "cpu") -> None:
@@ -75,8 +81,8 @@ class Sampler:
     ) -> Sampled:
         """Draw one token per row.
 
-        logits_SV: float32, at least vocab_size wide; overwritten. rows_S: distinct rows. lengths_S: tokens that each
-        row's history holds, the drawn one not counted. masks: of the rows that have a grammar.
+        logits_SV: float32, at least vocab_size wide; overwritten. rows_S: distinct rows. lengths_S: tokens in each
+        row's history, before the drawn one. masks: for rows with a grammar.
         """
         logits_SV = logits_SV[:, : self.vocab_size]
         best_S, tokens_S = largest_of(logits_SV)
@@ -112,7 +118,7 @@ class Sampler:
     def _adjust(
         self, logits_SV: torch.Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, features_S: np.ndarray
     ) -> bool:
-        """Bias and penalties in place; whether there were any."""
+        """Apply bias and penalties in place. Returns whether there were any."""
         biased, penal = _with(features_S, Feature.BIAS), _with(features_S, Feature.PENALTY)
         if len(biased):
             self._bias.apply(logits_SV, biased, rows_S[biased])
@@ -128,7 +134,7 @@ class Sampler:
         features_S: np.ndarray,
         masks: TokenMasks | None,
     ) -> torch.Tensor | None:
-        """-inf for what must not be sampled; the rows where nothing is left, whose logits become 0."""
+        """Set the logits of forbidden tokens to -inf. Returns the rows where nothing is left, whose logits become 0."""
         if not len(_with(features_S, MASKS)) and masks is None:
             return None
         is_short_S = self._output_lens(rows_S, lengths_S) < self._rows.columns["min_tokens"][rows_S]
@@ -173,7 +179,7 @@ class Sampler:
         output_lens_S: np.ndarray,
         features_S: np.ndarray,
     ) -> None:
-        """Overwrite the tokens of rows whose temperature is not zero."""
+        """Overwrite the tokens of rows with a temperature above zero."""
         kind_S = np.where(features_S & Feature.TYPICAL, Feature.TYPICAL, features_S & (Feature.RANDOM | Feature.FILTER))
         draws = {
             Feature.RANDOM: self._draw_open,
@@ -193,11 +199,11 @@ class Sampler:
             tokens_S[index_t] = draw(x_NV, keys_N2, Filters.of(logits_NV, columns))
 
     def _draw_open(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """Rows without top-k and top-p: over the whole vocabulary, less what lies below the floor."""
+        """Rows without top-k and top-p: over the whole vocabulary, except what is below the floor."""
         return self._race_above(x_NV, keys_N2, filters.floor_S)
 
     def _draw_filtered(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """Rows with top-k or top-p: over the most likely candidates; over all where a row's cut lies past them."""
+        """Rows with top-k or top-p: over the most likely candidates, or over all if a row's cut is beyond them."""
         widest = int(filters.top_k_S.masked_fill(filters.top_k_S == TOP_K_OFF, 0).max())
         width = min(_FEW_CANDIDATES if widest < _FEW_CANDIDATES else _MANY_CANDIDATES, self.vocab_size)
         values_NK, ids_NK = largest(x_NV, width)
@@ -215,15 +221,15 @@ class Sampler:
         return tokens_N
 
     def _draw_typical(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """Rows with typical-p, over what the other filters leave; the whole vocabulary is sorted."""
+        """Rows with typical-p, over what the other filters keep; sorts the whole vocabulary."""
         sorted_NV = x_NV.sort(dim=-1, descending=True).values
         least_N, _ = thresholds(sorted_NV, masses(x_NV, filters), filters, vocab_size=self.vocab_size)
         x_NV = keep_typical(x_NV.masked_fill(x_NV < least_N.unsqueeze(1), -torch.inf), filters.typical_p_S)
         return self._race_above(x_NV, keys_N2, filters.floor_S)
 
     def _race_above(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, least_N: torch.Tensor) -> torch.Tensor:
-        """A draw from softmax(x) among the ids of at least least_N: the id with the largest x less the logarithm of an
-        exponential number, which is the Gumbel-max trick."""
+        """Draw from softmax(x) among the ids with x of at least least_N: the id with the largest x minus the logarithm
+        of an exponential variate (Gumbel-max)."""
         score_NV = x_NV - log_exponential(keys_N2, self._all_ids_V)
         return score_NV.masked_fill_(x_NV < least_N.unsqueeze(1), -torch.inf).argmax(dim=-1)
 
@@ -232,10 +238,10 @@ class Sampler:
 
 
 def scaled(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-    """Logits divided by the temperature, each row's maximum moved to 0: no temperature above zero overflows."""
+    """Logits divided by the temperature, with each row's maximum at 0: no temperature above zero overflows."""
     return (logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / temperature_N.unsqueeze(1)
 
 
 def _with(features_S: np.ndarray, wanted: Feature) -> np.ndarray:
-    """int64: positions in the batch of the rows that have one of these."""
+    """int64: positions in the batch of the rows that have one of these features."""
     return np.flatnonzero(features_S & wanted)
