@@ -1,4 +1,4 @@
-"""The messages between the gateways of a service: what one asks or tells the others, and their answers."""
+"""The messages between the gateways of a service: questions, reports, and their answers."""
 
 import msgspec
 

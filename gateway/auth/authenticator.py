@@ -37,7 +37,7 @@ class Scope(StrEnum):
     ADMIN = "admin"  # what touches all callers: abort, audit, flush, drain, events of the prefix cache
 
 
-# A method that is in no row is refused to every caller once there are keys.
+# Once there are keys, methods without a row are refused to every caller.
 _SERVICES: dict[str, dict[str, Scope]] = {
     "octavo.v1.InferenceService": {
         "Generate": Scope.GENERATE,
@@ -57,7 +57,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "Scale": Scope.ADMIN,
         "ScaleGateways": Scope.ADMIN,
     },
-    "octavo.v1.LoadService": {"WatchLoad": Scope.ADMIN},  # tells the load and the request ids of every tenant
+    "octavo.v1.LoadService": {"WatchLoad": Scope.ADMIN},  # shows the load and the request ids of every tenant
     "grpc.health.v1.Health": {"Check": Scope.HEALTH, "List": Scope.HEALTH, "Watch": Scope.HEALTH},
     "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": Scope.REFLECTION},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Scope.REFLECTION},
@@ -86,7 +86,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "UnloadLora": Scope.ADMIN,
         "ListLoras": Scope.MODELS,
         "GetKvEventSources": Scope.ADMIN,
-        "SubscribeKvEvents": Scope.ADMIN,  # tells the tokens of prompts
+        "SubscribeKvEvents": Scope.ADMIN,  # shows the tokens of prompts
     },
     "vllm.Inference": {"Generate": Scope.GENERATE, "GenerateStream": Scope.GENERATE},
     "vllm.Control": {
@@ -141,8 +141,8 @@ NOT_ADMIN = frozenset(Scope) - {Scope.ADMIN}
 class TenantLimits:
     """What one tenant may ask of one gateway process; None: no limit of its own.
 
-    max_requests: outputs in flight. max_queued: of these, not begun by a worker yet. tokens_per_minute: prompt and
-    `max_tokens` of requests, refunded where fewer were used. burst_tokens: that much at once; None: a minute's worth.
+    max_requests: outputs in flight. max_queued: those of them that no worker has begun. tokens_per_minute: prompt and
+    `max_tokens` of requests; unused tokens are refunded. burst_tokens: the most at once; None: a minute's worth.
     """
 
     max_requests: int | None = None
@@ -153,8 +153,8 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """tenant None: callers are not identified here. sharing_group: tenants of one group share cached prefixes.
-    weight: of the tenant's share of the workers' time, 1 to MAX_WEIGHT."""
+    """tenant None: callers are not identified here. sharing_group: tenants in one group share cached prefixes. weight:
+    the tenant's share of the workers' time, 1 to MAX_WEIGHT."""
 
     name: str
     tenant: str | None
@@ -164,17 +164,17 @@ class Caller:
     weight: int = 1
 
     def key_of(self, request_id: str) -> str:
-        """A request id that no other tenant's can equal: ids have no line feed."""
+        """A request key that is unique across tenants, since ids contain no line feeds."""
         return request_id if self.tenant is None else f"{self.tenant}\n{request_id}"
 
 
 def is_of_tenant(key: str, tenant: str | None) -> bool:
-    """Whether `key_of` made it for this tenant; every key is of None."""
+    """Whether the key is this tenant's; every key is None's."""
     return tenant is None or key.startswith(f"{tenant}\n")
 
 
 def id_in(key: str) -> str:
-    """The request id in what `key_of` made."""
+    """The request id in a key made by `key_of`."""
     return key.rpartition("\n")[2]
 
 
@@ -187,7 +187,7 @@ PUBLIC = Caller(name="public", tenant="", scopes=frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """digest: SHA-256 of the key, 32 bytes. expires_s: Unix time, None for never."""
+    """digest: SHA-256 of the key, 32 bytes. expires_s: Unix time; None: never."""
 
     digest: bytes
     caller: Caller
@@ -200,13 +200,13 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> bytes:
-    """32 bytes."""
+    """SHA-256 of the key, 32 bytes."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class KeyRing:
-    """Keys that are known. `find` costs the same whether, where and how early a key matches: the digest is compared
-    with every entry's, each time whole (CVE-2025-59425 was a comparison that stopped early)."""
+    """The known keys. `find` takes the same time whether, where and how early a key matches: the digest is compared in
+    full with every entry's (CVE-2025-59425 was a comparison that stopped early)."""
 
     def __init__(self, entries: Iterable[KeyEntry]) -> None:
         self._entries = tuple(entries)
@@ -215,7 +215,7 @@ class KeyRing:
         return len(self._entries)
 
     def find(self, key: str) -> KeyEntry | None:
-        """The entry of this key, expired ones included."""
+        """The entry of this key, even if expired; None if there is none."""
         digest, compare, found = digest_of(key), hmac.compare_digest, 0
         for number, entry in enumerate(self._entries, start=1):
             found += number * compare(digest, entry.digest)  # no branch; digests differ, so at most one counts
@@ -224,7 +224,7 @@ class KeyRing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessList:
-    """What the file of keys says. certificates: callers by the subjects of their certificates."""
+    """The content of the key file. certificates: callers by the subjects of their certificates."""
 
     ring: KeyRing = field(default_factory=lambda: KeyRing(()))
     certificates: Mapping[str, Caller] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class AccessList:
 
 
 class Credentials(Protocol):
-    """What a grpc.aio.ServicerContext has of a call's origin."""
+    """The part of a grpc.aio.ServicerContext that shows where a call comes from."""
 
     def invocation_metadata(self) -> Any: ...  # pairs of str and str | bytes, or None
     def peer_identities(self) -> Any: ...  # bytes of the certificate's names, None or empty without one
@@ -249,7 +249,7 @@ class ClientCertificates(Enum):
 
 @dataclass(slots=True, eq=False)
 class Authenticator:
-    """access None: there is no file of keys. Without keys and without certificates every caller may do everything.
+    """access None: there is no key file. Without keys and without certificates, every caller may do everything.
 
     public: scopes that need no key. now_s: Unix time, for keys that expire.
     """
@@ -265,7 +265,7 @@ class Authenticator:
         return self.access is None and self.certificates is ClientCertificates.NONE
 
     def authenticate(self, method: str, call: Credentials) -> Caller:
-        """Who calls. Raises Unauthenticated, PermissionDenied."""
+        """The caller, if it may call this method. Raises Unauthenticated, PermissionDenied."""
         if self.is_open:
             return UNIDENTIFIED
         caller, needed = self._identify(call), SCOPE_OF.get(method)
@@ -278,7 +278,7 @@ class Authenticator:
         return caller
 
     def _identify(self, call: Credentials) -> Caller | None:
-        """By the key, else by the certificate; None where there is neither."""
+        """The caller by its key, else by its certificate; None if it has neither."""
         key = presented_key(call.invocation_metadata() or ())
         if key is not None:
             return self._of_key(key)
@@ -296,8 +296,8 @@ class Authenticator:
         return entry.caller
 
     def _of_certificate(self, names: list[str]) -> Caller | None:
-        """Where there is a file, it has to name the certificate; else a certificate of our authority is enough for
-        everything but administration."""
+        """If there is a key file, it must name the certificate; otherwise any certificate of our authority is enough
+        for everything but administration."""
         if self.access is None:
             return Caller(name=names[0], tenant=names[0], scopes=NOT_ADMIN) if names else None
         known = [self.access.certificates[name] for name in names if name in self.access.certificates]
@@ -305,7 +305,7 @@ class Authenticator:
 
 
 def presented_key(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The key that a call carries; None for none. Raises Unauthenticated for one that cannot be one, and for two."""
+    """The key that a call carries, or None. Raises Unauthenticated for a malformed key, and for two keys."""
     found: list[str] = []
     for name, value in metadata:
         if name == "x-api-key" and isinstance(value, str):
@@ -327,18 +327,19 @@ def presented_key(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 class PrefixSalt:
-    """The salt of a caller's cached prefixes: tenants never share any, unless they are of one group.
+    """The salt of a caller's cached prefixes: tenants share prefixes only within a group.
 
-    HMAC-SHA-256 under a secret of the service, over length-prefixed fields with a domain in front: no tenant can choose
-    a salt that equals another's, nor can a group's name equal a tenant's. Source: CVE-2025-46570 (timing of shared
-    prefixes). secret: the same on every gateway of a service, else their callers share no prefixes; empty: drawn.
+    HMAC-SHA-256 under a secret of the service, over length-prefixed fields with a domain prefix, so that a tenant
+    cannot choose a salt that equals another's, and a group's name cannot equal a tenant's. Source: CVE-2025-46570
+    (timing of shared prefixes). secret: must be the same on every gateway of a service for their callers to share
+    prefixes; empty: random.
     """
 
     def __init__(self, secret: str = "") -> None:
         self._secret = secret.encode() or secrets.token_bytes(32)
 
     def of(self, caller: Caller, salt: str) -> str:
-        """What goes to the worker. salt: the caller's own cache_salt, returned unchanged where callers are not
+        """The salt to send to the worker. salt: the caller's own cache_salt, returned unchanged if callers are not
         identified."""
         if caller.tenant is None:
             return salt
@@ -347,8 +348,8 @@ class PrefixSalt:
         return hmac.digest(self._secret, message, hashlib.sha256).hex()
 
     def label_of(self, caller: Caller) -> str:
-        """The caller's tenant as workers see it, to share their time among tenants: opaque, the same from every
-        gateway of the service, and no salt. Empty where callers are not identified."""
+        """An opaque label of the caller's tenant, by which workers share their time among tenants. The same from every
+        gateway of the service, and different from the salt. Empty if callers are not identified."""
         if caller.tenant is None:
             return ""
         return hmac.digest(self._secret, _LABEL_DOMAIN + _field(caller.tenant), hashlib.sha256).hex()[:16]

@@ -15,8 +15,8 @@ _VERSION, _UTC_TIME = 0xA0, 0x17  # tags
 
 
 def expiries(cert: bytes, client_ca: bytes | None) -> Mapping[str, float]:
-    """By file, the second since the epoch from which on handshakes fail: a chain ends with the first of its
-    certificates, a list of authorities with the last. Both are PEM; what has no such date is left out."""
+    """By file, Unix time in seconds after which handshakes fail: when the first certificate of a chain expires, and
+    when the last of a list of authorities does. Both are PEM; files without such a date are left out."""
     found = {
         CERT_FILE: min(not_after(cert), default=None),
         CLIENT_CA_FILE: max(not_after(client_ca or b""), default=None),
@@ -25,7 +25,7 @@ def expiries(cert: bytes, client_ca: bytes | None) -> Mapping[str, float]:
 
 
 def not_after(pem: bytes) -> list[float]:
-    """Of each certificate, in seconds since the epoch."""
+    """The expiry of each certificate, in Unix time."""
     ends = []
     for body in _PEM.findall(pem):
         try:
@@ -36,7 +36,7 @@ def not_after(pem: bytes) -> list[float]:
 
 
 def _not_after(der: bytes) -> float:
-    """Raises ValueError, IndexError for what is no certificate."""
+    """Raises ValueError, IndexError if it is not a certificate."""
     _, at, _ = _element(der, 0)  # Certificate
     _, at, _ = _element(der, at)  # TBSCertificate
     if der[at] == _VERSION:
@@ -53,7 +53,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """(tag, begin, end) of the contents of what begins there."""
+    """(tag, start, end) of the contents of the DER element at this position."""
     tag, length = der[at], der[at + 1]
     at += 2
     if length & 0x80:

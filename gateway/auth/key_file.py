@@ -58,7 +58,8 @@ _IDENTITY = ("tenant", "scopes")
 class AccessFileError(Exception):
     """A file of keys or certificates that cannot be used.
 
-    what: which file. numbers: what is wrong with it. change: what to do. exit_code: of a command that ends so.
+    what: which file. numbers: what is wrong with it. change: what to do. exit_code: for commands that end with this
+    error.
     """
 
     exit_code = 2
@@ -71,8 +72,8 @@ class AccessFileError(Exception):
 
 
 def read_private(path: Path, setting: str, *, closed_to: int = 0o077) -> bytes:
-    """The bytes of a file that others must not read. closed_to: mode bits that must be 0, but for what root gave to
-    our group. Raises AccessFileError."""
+    """The content of a file that others must not be able to read. closed_to: mode bits that must be 0, except those
+    that root gave to our group. Raises AccessFileError."""
     try:
         data, info = read_regular(path)
     except OSError as error:
@@ -85,14 +86,14 @@ def read_private(path: Path, setting: str, *, closed_to: int = 0o077) -> bytes:
 
 
 def unreadable(path: Path, setting: str, error: OSError) -> AccessFileError:
-    """A file that is absent or closed to us."""
+    """The error for a file that is missing or that we may not read."""
     return AccessFileError(
         f"{setting} cannot be read", f"{path}: {error.strerror or error}", "give the path of a file that we may read"
     )
 
 
 def load_access_list(path: Path) -> AccessList:
-    """Raises AccessFileError, also where others may read the file."""
+    """Raises AccessFileError, also if others may read the file."""
     data = read_private(path, SETTING)
     try:
         return parse_access_list(tomllib.loads(data.decode()))
@@ -103,7 +104,7 @@ def load_access_list(path: Path) -> AccessList:
 
 
 def parse_access_list(content: Mapping[str, Any]) -> AccessList:
-    """Raises ValueError naming the entry; never with a key in the message."""
+    """Raises ValueError naming the entry; the message never contains a key."""
     _only(content, _TABLES, "the file")
     callers = _Callers(_table(content, "tenants"), _table(content, "defaults"))
     entries = [_key_entry(name, _named(table, f"keys.{name}"), callers) for name, table in _rows(content, "keys")]
@@ -116,7 +117,7 @@ def parse_access_list(content: Mapping[str, Any]) -> AccessList:
 
 
 class _Callers:
-    """Makes callers, with the limits of their tenants."""
+    """Makes callers with their tenants' limits."""
 
     def __init__(self, tenants: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._defaults = _limits(defaults, "defaults", also=("weight",))

@@ -1,9 +1,9 @@
 """Loads the files of keys and certificates at the start, and loads them again when they change.
 
-A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and it is tried
-at each look until it can be taken. Open streams continue. A change counts once it has stood still from one look to the
-next: half of a list of keys may well be a list of keys, of fewer. Certificates that end soon are told of in the log,
-from the start and once a day.
+A file that has become unreadable or invalid changes nothing: the old content stays in force, the reason is logged, and
+the file is tried at each check until it can be loaded. Open streams continue. A change counts once it is the same at
+two consecutive checks, since half of a key list may well be a valid, shorter list. Certificates that expire soon are
+logged at the start and once a day.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ Stamp = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class _Files:
-    """Files that are taken together. taken: as they were then; seen: at the last look. told: the failure that the log
-    has. is_asked: somebody wants them taken at the next look, whether they look changed or not."""
+    """Files that are loaded together. taken: their state when loaded; seen: their state at the last check. told: the
+    failure that was logged last. is_asked: load at the next check even if nothing seems to have changed."""
 
     paths: tuple[Path, ...]
     taken: Stamp
@@ -44,8 +44,8 @@ class _Files:
 
 
 class AccessReloader:
-    """authenticator: for every call. For metrics: reloads by (file, outcome); expiries by file, as
-    `gateway.auth.expiry` has them."""
+    """authenticator: for every call. For metrics: reloads by (file, outcome); expiries by file, as in
+    `gateway.auth.expiry`."""
 
     def __init__(self, config: AccessConfig, *, clock: Callable[[], float] = time.time) -> None:
         has_authority = config.tls is not None and config.tls.client_ca_file is not None
@@ -64,7 +64,7 @@ class AccessReloader:
         self._asked = asyncio.Event()
 
     def load(self) -> None:
-        """At the start. Raises AccessFileError."""
+        """Load the files at the start. Raises AccessFileError."""
         config = self._config
         if config.tls is not None:
             self._watch("tls", self._tls_files())
@@ -80,7 +80,8 @@ class AccessReloader:
             self.reloads[name, outcome] = 0
 
     def follow(self, context: ssl.SSLContext) -> None:
-        """From now on its handshakes show the certificate of then. It must be that of a server with these files."""
+        """From now on, handshakes of this context present the current certificate. It must be a server context for
+        these files."""
 
         def take_newest(connection: Any, _name: object, _context: object) -> None:
             assert self._material is not None
@@ -89,7 +90,7 @@ class AccessReloader:
         context.sni_callback = take_newest  # of each handshake, whether it has a name or not
 
     def listener(self) -> TlsListener | None:
-        """For one more address; None where there is no TLS."""
+        """Credentials for one more address; None without TLS."""
         if self._material is None:
             return None
         listener = TlsListener(self._material)
@@ -97,13 +98,13 @@ class AccessReloader:
         return listener
 
     def reload(self) -> None:
-        """Soon, whether the files look changed or not (SIGHUP)."""
+        """Load again soon, even if nothing seems to have changed (SIGHUP)."""
         for files in self._files.values():
             files.told, files.is_asked = None, True
         self._asked.set()
 
     async def run(self) -> None:
-        """Look at the files again and again, until cancelled."""
+        """Check the files periodically, until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(self._config.reload_interval_s):
@@ -114,7 +115,7 @@ class AccessReloader:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Take what has changed."""
+        """Load what has changed."""
         tls, keys_file = self._config.tls, self._config.api_keys_file
         if tls is not None:
             await self._take("tls", lambda: load_tls(tls), self._take_material)
@@ -176,7 +177,7 @@ class AccessReloader:
 
 
 def _stamp(paths: tuple[Path, ...]) -> Stamp:
-    """What changes when a file does, or who may read it: links are followed, as mounted secrets swap them."""
+    """Changes whenever a file, or who may read it, changes. Links are followed, since mounted secrets swap them."""
     return tuple(_stamp_of(path) for path in paths)
 
 

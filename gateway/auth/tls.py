@@ -20,8 +20,8 @@ CERT, KEY, CLIENT_CA = "--tls-cert-file", "--tls-key-file", "--tls-client-ca-fil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """PEM bytes that belong together. client_ca None: clients need no certificate. context: the same for servers that
-    do not speak gRPC."""
+    """PEM bytes that belong together. client_ca None: clients need no certificate. context: the same for servers other
+    than gRPC."""
 
     cert: bytes
     key: bytes
@@ -84,8 +84,8 @@ def _bad_pair(config: TlsConfig, error: ssl.SSLError) -> AccessFileError:
 
 
 def _check_as_grpc_reads(path: Path, setting: str, data: bytes) -> None:
-    """OpenSSL takes these, and the library within gRPC does not: no listener could be bound, and one that is would go
-    on with what it had, without a word."""
+    """Raises AccessFileError for files that OpenSSL accepts and gRPC's own library does not: a listener could not be
+    bound, and a running one would silently keep its old files."""
     if data.startswith(codecs.BOM_UTF8):
         raise AccessFileError(f"{setting} begins with a byte order mark", str(path), "save it as text without one")
     if b"-----BEGIN TRUSTED CERTIFICATE-----" in data:
@@ -102,8 +102,7 @@ def _check_ca(context: ssl.SSLContext, path: Path, data: bytes) -> None:
 
 
 class TlsListener:
-    """One listener's credentials, which follow `material` from one handshake to the next. gRPC calls it from threads of
-    its own."""
+    """One listener's credentials; each handshake uses the current `material`. gRPC calls it from its own threads."""
 
     def __init__(self, material: TlsMaterial) -> None:
         self.material = material
@@ -115,7 +114,8 @@ class TlsListener:
         )
 
     def _changed(self) -> Any:
-        """For each handshake: new certificates, None where nothing is new (grpc's annotation forgets that)."""
+        """Called for each handshake: new certificates, or None if nothing has changed (grpc's annotation lacks
+        None)."""
         material = self.material
         if material == self._given:
             return None

@@ -106,7 +106,7 @@ class GatewayMeters:
     is_draining: bool = False
     num_peers: int = 0  # other gateways of the service
     num_unreachable_peers: int = 0
-    peer_news_age_s: float = 0.0  # of the oldest that one of them told of its use
+    peer_news_age_s: float = 0.0  # age of the oldest report of use that counts
     peer_losses: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PEER_LOSSES, 0))
     tenant_refusals: int = 0  # a tenant had reached its own limit
 

@@ -2,7 +2,7 @@
 
 The only file that imports OpenTelemetry, which is optional (extra `otel`), and only where traces are configured.
 Spans are given away when a request has ended, in one go; a collector that is slow or gone costs spans, which are
-counted, and no caller's time. Knows no requests (`gateway.requests.spans` tells what happened to one).
+counted, and no caller's time. Knows no requests (`gateway.requests.spans` records what happened to one).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The other gateways of the service: asks them, tells them, and answers them.
+"""The other gateways of the service: asks them, reports to them, and answers them.
 
 Each gateway binds one ROUTER, which the others dial; it asks them over a DEALER each. Both are apart from the
 sockets of workers: a worker must not be able to end what others have. Where a name stands for several addresses, each
@@ -43,7 +43,7 @@ from octavo.wire.run_dir import RunDirError
 log = structlog.get_logger(__name__)
 LOOK_UP_S = 5.0  # between two lookups of a name
 _TICK_S = 0.5
-_LOOK_S = 0.05  # while an answer is waited for: whether whoever owes it has gone down meanwhile
+_LOOK_S = 0.05  # how often to check whether a gateway whose answer is awaited has gone down
 _MAX_LOGGED_ERRORS = 64  # distinct errors of received messages, each logged once
 
 

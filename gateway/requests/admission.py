@@ -6,8 +6,8 @@ times, until the last of them has ended.
 
 A request enters before it costs anything (tokenizing included), is placed on a worker and reserves its tokens when its
 prompt is known, and leaves exactly once, however it ends; tokens that it did not use are refunded. What the other
-gateways of the service told of theirs counts too: a limit is exact for what is here, eventual for what is elsewhere
-(`gateway.peers.limits` says when it is told). Pure: no sockets, and times are arguments.
+gateways of the service reported counts too: limits are exact for what is here, and eventually consistent for what is
+elsewhere (see `gateway.peers.limits`). Pure: no sockets, and times are arguments.
 """
 
 from collections import Counter
@@ -248,7 +248,7 @@ class Admission:
         limit."""
         self._max_requests = max_requests
         self._max_service_requests = max_service_requests
-        self.num_elsewhere = 0  # outputs that the other gateways have told of
+        self.num_elsewhere = 0  # outputs that the other gateways have reported
         self.on_change: Callable[[], None] | None = None  # is called when the number of outputs has changed here
         self._num_outputs = 0
         self._workers_of: dict[str, list[str | None]] = {}  # one place an output

@@ -1,4 +1,4 @@
-"""What a trace tells of a request, once that has ended: spans of its way, and figures by the GenAI conventions.
+"""What a trace records of a request once it has ended: spans of its stages, and figures by the GenAI conventions.
 
     RPC ─┬─ prepare     the gateway: checks, template, tokens, admission, routing
          ├─ queue       at the worker, until the first step that has it
@@ -7,8 +7,8 @@
          │   └─ preemption   without a slot, inside of prefill or decode
          └─ migration   between a worker that was lost and the next, which has a queue, prefill and decode of its own
 
-Of a worker that told its figures (`wire.messages.Finished`) the times are its own, counted from when the request was
-sent to it: no two clocks are compared. Of one that was lost they are what the gateway saw. Called once for a request,
+If a worker sent its figures (`wire.messages.Finished`), times are its own, counted from when the request was sent to
+it: no two clocks are compared. For a worker that was lost, times are what the gateway saw. Called once for a request,
 never for a token.
 """
 

@@ -13,7 +13,7 @@ from octavo.gateway.text.errors import TextQueueFull
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
-"""Work in steps: each `yield` tells how many bytes the next one is about; what it returns is the result."""
+"""Work in steps: each `yield` gives the size of the next step's input in bytes; the return value is the result."""
 STEP_BYTES = 16 * 1024  # of text: a few milliseconds of tokenizing, the time one text waits for another
 _QUICK_BYTES = 32 * 1024  # smaller inputs take less time than a switch to a thread
 _BYTES_OF_ANY = 1024  # fixed cost of a text, besides its bytes

@@ -27,7 +27,8 @@ ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
 
 
 class Rule(Protocol):
-    """value: a set scalar field, or one element of a repeated one."""
+    """Says what is wrong with a value, or None. value: a scalar field that is set, or one element of a repeated
+    field."""
 
     def __call__(self, value: object) -> str | None: ...
 
@@ -37,17 +38,17 @@ def _shown(number: float) -> str:
 
 
 def anything(value: object) -> str | None:
-    """Every value of the field's type is good."""
+    """Every value of the field's type is valid."""
     return None
 
 
 def not_served(value: object) -> str | None:
-    """The field is part of the contract, and this gateway does not serve it."""
+    """The field is part of the contract, but not supported by this gateway."""
     return "is not supported"
 
 
 def must_be_true(value: object) -> str | None:
-    """A boolean in a oneof, which is only ever set to true."""
+    """A boolean in a oneof, which can only be set to true."""
     return None if value is True else "must be true"
 
 
@@ -98,7 +99,7 @@ class Utf8Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Visible ASCII, at most `high` characters: it travels in headers and log lines."""
+    """Visible ASCII, at most `high` characters, since it is used in headers and log lines."""
 
     high: int
 
@@ -111,7 +112,7 @@ class Visible:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A named value of an enum; zero is left to `required`."""
+    """A named value of an enum; zero is handled by `required`."""
 
     enum: EnumDescriptor
 
@@ -120,7 +121,7 @@ class OneOf:
 
 
 def json_object(value: object) -> str | None:
-    """The text of a JSON object, in valid Unicode, without NaN and Infinity."""
+    """A JSON object as text, in valid Unicode, without NaN and Infinity."""
     try:
         parsed = json.loads(str(value), parse_constant=_refuse_constant)
         json.dumps(parsed, ensure_ascii=False).encode()
@@ -150,8 +151,8 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRules:
-    """fields: rule by name (of each element, for repeated ones; messages are walked into). counts: of repeated
-    fields. required: fields that must be set and not zero. required_oneofs: those of which one field must be set."""
+    """fields: rule by name (for each element of repeated ones; messages are walked into). counts: of repeated fields.
+    required: fields that must be set and non-zero. required_oneofs: those of which one field must be set."""
 
     fields: dict[str, Rule] = field(default_factory=dict)
     counts: dict[str, Count] = field(default_factory=dict)
@@ -324,13 +325,13 @@ def check(message: Message) -> None:
 
 
 def raise_if_any(found: Iterable[Violation]) -> None:
-    """Raises InvalidRequest with the first MAX_VIOLATIONS of them."""
+    """Raises InvalidRequest with the first MAX_VIOLATIONS of them, if there are any."""
     if first := tuple(islice(found, MAX_VIOLATIONS)):
         raise InvalidRequest(first)
 
 
 def violations(message: Message, prefix: str) -> Iterator[Violation]:
-    """What is wrong in this message and those inside, in the order of the fields."""
+    """What is wrong in this message and its submessages, in field order."""
     rules = TABLE[message.DESCRIPTOR.full_name]
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
@@ -351,7 +352,7 @@ def violations(message: Message, prefix: str) -> Iterator[Violation]:
 
 
 def unset_choice(message: Message, oneof: str, prefix: str = "") -> Violation:
-    """That a oneof of this message must be set."""
+    """The violation that a required oneof of this message is not set."""
     choice = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields)
     return Violation(field=prefix + oneof, description=f"one of {choice} must be set")
 

@@ -25,7 +25,7 @@ _ROLES = {
 
 
 def chat_input(chat: pb.Chat) -> ChatInput:
-    """A validated chat in the form that templates expect: messages and tools as OpenAI's API has them."""
+    """A validated chat in the form that templates expect: messages and tools as in OpenAI's API."""
     return ChatInput(
         messages=[_message(message) for message in chat.messages],
         tools=[_tool(tool) for tool in chat.tools] if may_call_tools(chat) else None,
@@ -34,7 +34,7 @@ def chat_input(chat: pb.Chat) -> ChatInput:
 
 
 def may_call_tools(chat: pb.Chat) -> bool:
-    """Whether the prompt has the tools."""
+    """Whether the tools are part of the prompt."""
     return bool(chat.tools) and chat.tool_choice != pb.TOOL_CHOICE_NONE
 
 
@@ -62,29 +62,29 @@ def _tool(tool: pb.ToolDefinition) -> dict[str, Any]:
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
-    """Everything that needs no model. Raises InvalidRequest."""
+    """Every check that does not need the model. Raises InvalidRequest."""
     raise_if_any(chain(violations(request, ""), _across_fields(request, "")))
 
 
 def check_complete(request: pb.CompleteRequest) -> None:
-    """The same for the unary form."""
+    """`check_generate` for the unary form."""
     across = _across_fields(request.generate, "generate.")
     raise_if_any(chain(violations(request, ""), across))
 
 
 def check_embed(request: pb.EmbedRequest) -> None:
-    """Everything about an EmbedRequest that needs no model. Raises InvalidRequest."""
+    """Every check of an EmbedRequest that does not need the model. Raises InvalidRequest."""
     chats = (chat_violations(each.chat, f"inputs[{index}].chat.") for index, each in enumerate(request.inputs))
     raise_if_any(chain(violations(request, ""), *chats))
 
 
 def check_tokenize(request: pb.TokenizeRequest) -> None:
-    """Everything about a TokenizeRequest. Raises InvalidRequest."""
+    """Every check of a TokenizeRequest. Raises InvalidRequest."""
     raise_if_any(chain(violations(request, ""), chat_violations(request.chat, "chat.")))
 
 
 def is_constrained(request: pb.GenerateRequest) -> bool:
-    """Whether the output must look like something: by `constraint`, or as calls that the chat asks for."""
+    """Whether the output must match a grammar: from `constraint`, or from tools that the chat must call."""
     return request.HasField("constraint") or request.chat.tool_choice in _FORCED_CHOICES
 
 
@@ -120,7 +120,7 @@ def _format_violations(request: pb.GenerateRequest, prefix: str) -> Iterator[Vio
 
 
 def chat_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
-    """Fields of turns that do not belong to their role."""
+    """Fields of turns that are not allowed for their role."""
     for index, message in enumerate(chat.messages):
         path = f"{prefix}messages[{index}]"
         if message.tool_calls and message.role != pb.CHAT_ROLE_ASSISTANT:
@@ -146,7 +146,7 @@ def _tool_choice_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, path: str, *, first: int = 0) -> np.ndarray:
-    """The ids as int32 [T]. first: the place of the first one in the caller's list. Raises InvalidRequest naming those
+    """The ids as int32 [T]. first: position of the first one in the caller's list. Raises InvalidRequest naming ids
     that the model does not have."""
     ids_T = np.asarray(ids, np.int64)
     raise_if_any(
@@ -165,7 +165,7 @@ def check_choice(
     bad_words: Sequence[Sequence[int]],
     min_tokens: int,
 ) -> None:
-    """Fields that forbid tokens: their ids exist, and some token is left to sample. path: of the sampling.
+    """Check the fields that forbid tokens: their ids must exist, and some token must remain. path: of the sampling.
     stop_ids: that end the output. bad_words: as tokens. Raises InvalidRequest."""
     check_ids(sampling.allowed_token_ids, card.vocab_size, f"{path}allowed_token_ids")
     raise_if_any(
@@ -185,7 +185,7 @@ def _nothing_left(path: str, why: str) -> InvalidRequest:
 
 
 def check_outputs(num_outputs: int, capacity: Capacity) -> None:
-    """Raises ExceedsCapacity where a worker can never hold so many outputs, running or waiting."""
+    """Raises ExceedsCapacity if a worker can never hold so many outputs, running or waiting."""
     room = capacity.max_num_seqs + capacity.max_waiting
     if num_outputs > room:
         description = f"{num_outputs} are more than the {room} that a worker runs and queues"
@@ -193,7 +193,7 @@ def check_outputs(num_outputs: int, capacity: Capacity) -> None:
 
 
 def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, capacity: Capacity) -> None:
-    """Raises ExceedsCapacity where prompt and at least one token (or min_tokens) can never fit."""
+    """Raises ExceedsCapacity if the prompt and at least one token (or min_tokens) can never fit."""
     output = max(1, min_tokens)
     check_context(num_prompt_tokens, output, card)
     pool_tokens = capacity.num_blocks * capacity.block_size
@@ -203,7 +203,7 @@ def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, 
 
 
 def check_context(num_prompt_tokens: int, num_output_tokens: int, card: ModelCard) -> None:
-    """Raises ExceedsCapacity where both together are longer than the context."""
+    """Raises ExceedsCapacity if both together are longer than the context."""
     if num_prompt_tokens + num_output_tokens > card.max_model_len:
         raise _does_not_fit(num_prompt_tokens, num_output_tokens, f"the context of {card.max_model_len} tokens")
 

@@ -50,7 +50,7 @@ class WorkerRecord:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     is_watched: bool = False  # its process is watched: silence is then a stall, not a death
-    is_full: bool = False  # it had no place for an output, and has not told of one since
+    is_full: bool = False  # it refused an output for want of room, and has not reported room since
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""Compiles grammars in threads of its own, so that the engine goes on meanwhile, and keeps them for later requests.
+"""Compiles grammars in its own threads, so that the engine is not blocked, and caches them for later requests.
 
 llguidance releases the interpreter while it works, and its fuel bounds time and memory of one compile. How long a
 request may wait is not known here: `worker.grammar.manager` ends the wait. Must not know: requests, steps.
