@@ -3,9 +3,9 @@
     python -m bench.gateway.watched [--gateways 1] [--streams 256] [--steps-per-s 200] [--rounds 6] [--pages 1]
 
 Processes: gateways (the first one with the page), a worker without a model that steps at a pace, and callers that read
-their streams to the end and begin anew. Every other while pages watch as browsers do: a snapshot a second with 100
-requests and maps of 1,024 cells, in JSON over HTTP. Watched and unwatched whiles take turns, so that a machine that
-becomes slower or faster meets both alike. Prints a line for each while, then the ratios of the medians.
+their streams to the end and start again. In every other interval pages watch as browsers do: a snapshot a second with
+100 requests and maps of 1,024 cells, in JSON over HTTP. Watched and unwatched intervals take turns, so that a machine
+that becomes slower or faster affects both alike. Prints a line for each interval, then the ratios of the medians.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -54,7 +55,7 @@ def gateway_process(port: int, page_port: int | None, endpoint: str, controls: t
 
 
 class Callers:
-    """Streams that begin anew, on an event loop of their own. num_tokens: read so far."""
+    """Streams that start again when they end, on their own event loop. num_tokens: read so far."""
 
     def __init__(self, ports: list[int], num_streams: int) -> None:
         self.num_tokens = 0
@@ -64,7 +65,7 @@ class Callers:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """In the block."""
+        """Call during the block."""
         self._thread.start()
         try:
             yield
@@ -105,7 +106,7 @@ class Callers:
 
 @contextmanager
 def watching(page_port: int, num_pages: int) -> Iterator[list[int]]:
-    """So many pages are open in the block; gives the bytes of each snapshot that came."""
+    """Keep num_pages pages open during the block; yields the sizes of their snapshots in bytes."""
     sizes: list[int] = []
     connections = [http.client.HTTPConnection("127.0.0.1", page_port) for _ in range(num_pages)]
 
@@ -131,15 +132,23 @@ def watching(page_port: int, num_pages: int) -> Iterator[list[int]]:
             thread.join(10)
 
 
-def cpu_s(processes: list[psutil.Process]) -> float:
-    """Used so far by all of them."""
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Processes that run. page_port: of the first gateway's page."""
+
+    ports: list[int]
+    page_port: int
+    processes: list[psutil.Process]
+
+    def cpu_s(self) -> float:
+        """CPU time that all processes have used so far."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
 
 
-def measure(given: argparse.Namespace) -> None:
-    """Prints everything."""
+@contextmanager
+def running_service(given: argparse.Namespace) -> Iterator[Service]:
+    """Gateways and a worker, until the block ends."""
     context = mp.get_context("spawn")
-    rows: dict[str, list[tuple[float, float]]] = {"unwatched": [], "watched": []}
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as made:
         run_dir = Path(made) / "run"
         run_dir.mkdir(mode=0o700)
@@ -160,27 +169,39 @@ def measure(given: argparse.Namespace) -> None:
         try:
             for port in ports:
                 wait_until_serving(f"127.0.0.1:{port}", SERVICE, timeout_s=START_TIMEOUT_S)
-            watched = [psutil.Process(process.pid) for process in gateways]
-            everything = [*watched, psutil.Process(worker.pid)]
-            callers = Callers(ports, given.streams)
-            with callers.calling():
-                time.sleep(3 * SETTLE_S)
-                for _ in range(given.rounds):
-                    for kind, num_pages in (("unwatched", 0), ("watched", given.pages)):
-                        with watching(page_port, num_pages) as sizes:
-                            time.sleep(SETTLE_S)
-                            begin_s, tokens, cpu = time.monotonic(), callers.num_tokens, cpu_s(everything)
-                            time.sleep(given.seconds)
-                            tokens = callers.num_tokens - tokens
-                            cpu, span_s = cpu_s(everything) - cpu, time.monotonic() - begin_s
-                        rows[kind].append((tokens / span_s, 1e6 * cpu / max(1, tokens)))
-                        size = f", {len(sizes)} snapshots of {statistics.median(sizes):.0f} bytes" if sizes else ""
-                        figures = f"{tokens / span_s:8.0f} tokens/s {rows[kind][-1][1]:7.2f} µs CPU a token"
-                        print(f"{kind:<10} {figures}{size}", flush=True)
+            processes = [psutil.Process(process.pid) for process in (*gateways, worker)]
+            yield Service(ports=ports, page_port=page_port, processes=processes)
         finally:
             for process in (worker, *gateways):
                 os.kill(process.pid or 0, signal.SIGTERM)
                 process.join(30)
+
+
+def measure_interval(service: Service, callers: Callers, *, num_pages: int, seconds: float) -> tuple[float, float, str]:
+    """Tokens per second, µs of CPU per token, and what the pages got, in words; while so many pages are open."""
+    with watching(service.page_port, num_pages) as sizes:
+        time.sleep(SETTLE_S)
+        begin_s, tokens, cpu_s = time.monotonic(), callers.num_tokens, service.cpu_s()
+        time.sleep(seconds)
+        tokens = callers.num_tokens - tokens
+        cpu_s, span_s = service.cpu_s() - cpu_s, time.monotonic() - begin_s
+    size = f", {len(sizes)} snapshots of {statistics.median(sizes):.0f} bytes" if sizes else ""
+    return tokens / span_s, 1e6 * cpu_s / max(1, tokens), size
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Prints everything."""
+    rows: dict[str, list[tuple[float, float]]] = {"unwatched": [], "watched": []}
+    with running_service(given) as service:
+        callers = Callers(service.ports, given.streams)
+        with callers.calling():
+            time.sleep(3 * SETTLE_S)
+            for kind, num_pages in (("unwatched", 0), ("watched", given.pages)) * given.rounds:
+                tokens_per_s, cpu_us, size = measure_interval(
+                    service, callers, num_pages=num_pages, seconds=given.seconds
+                )
+                rows[kind].append((tokens_per_s, cpu_us))
+                print(f"{kind:<10} {tokens_per_s:8.0f} tokens/s {cpu_us:7.2f} µs CPU a token{size}", flush=True)
     (before, before_us), (after, after_us) = (
         [statistics.median(column) for column in zip(*rows[kind], strict=True)] for kind in ("unwatched", "watched")
     )
@@ -189,7 +210,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print a line for each while, and the ratios."""
+    """Print a line for each interval, and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--streams", type=int, default=256)
