@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 
-from tests.structure.trace import ROOT, Calls
+from tests.structure.trace import CLOCK, ROOT, Calls
 
 # What a newcomer reads to follow one request. These bounds go down, never up.
 MAX_FILES = 50
@@ -136,7 +136,7 @@ def test_a_turn_of_the_engine_counts_from_the_one_that_finds_the_request() -> No
 def test_what_the_gateway_does_at_intervals_is_not_the_requests() -> None:
     calls = Calls()
     calls.begin()
-    task = called("_again_and_again", folder="gateway")
+    task = called(CLOCK, folder="gateway")
 
     def in_gateway() -> None:
         for caller in (task, None):
