@@ -12,7 +12,7 @@ MAX_VIOLATIONS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcome of one scenario. requests: calls of callers, retries included. tokens: delivered to callers."""
+    """The outcome of one scenario. requests: calls of callers, including retries. tokens: delivered to callers."""
 
     seed: int
     trace: str
@@ -29,7 +29,7 @@ class Report:
 
 
 class Journal:
-    """Written by every component. keep_story: remember the lines too, to read them."""
+    """Written by every component. keep_story: also keep the lines, for reading."""
 
     def __init__(self, loop: SimLoop, *, story_lines: int = 0) -> None:
         self.violations: list[str] = []
@@ -43,30 +43,30 @@ class Journal:
         self._hash = hashlib.sha256()
 
     def note(self, line: str) -> None:
-        """Something happened."""
+        """Record an event."""
         line = f"{self._loop.time():.6f} {line}"
         self._hash.update(line.encode())
         if len(self.story) < self._story_lines:
             self.story.append(line)
 
     def note_bytes(self, what: str, data: bytes) -> None:
-        """Something with a content happened."""
+        """Record an event with content."""
         self._hash.update(data)
         self.note(what)
 
     def violate(self, what: str) -> None:
-        """Something happened that must not."""
+        """Record a violation."""
         self.note(f"VIOLATION {what}")
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(f"{self._loop.time():.3f} s: {what}")
 
     def check(self, is_true: object, what: str | Callable[[], str]) -> None:
-        """An invariant; counted. what: a function where telling costs more than looking."""
+        """Check and count an invariant. what: a function if building the message costs more than the check."""
         self.counts["checks"] += 1
         if not is_true:
             self.violate(what if isinstance(what, str) else what())
 
     @property
     def trace(self) -> str:
-        """SHA-256 hex of all that was noted."""
+        """SHA-256 hex of everything recorded."""
         return self._hash.hexdigest()

@@ -50,7 +50,7 @@ _NEEDED: dict[str, set[FaultKind]] = {
 
 
 class Blame:
-    """Of one scenario."""
+    """What one scenario excuses."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._config = scenario.config
@@ -64,7 +64,7 @@ class Blame:
         self._shared_names = {name for name, count in names.items() if count > 1}
 
     def problem(self, spec: RequestSpec, status: Status) -> str | None:
-        """What is wrong with this ending; None where the scenario excuses it."""
+        """What is wrong with this status, or None if the scenario excuses it."""
         reason = str(status.trailers.get("x-error-reason", ""))
         if status.code == "OK" or self._is_excused(spec, status.code, reason):
             return None
@@ -98,11 +98,11 @@ class Blame:
         return bool(self._kinds & _NEEDED.get(reason, set()))
 
     def _limits(self, spec: RequestSpec) -> Tenant:
-        """Of its tenant; nothing else of it."""
+        """The limits of the request's tenant."""
         return msgspec.structs.replace(tenant_of(self._config, spec.tenant), name="", weight=1)
 
     def _is_above_quota(self, spec: RequestSpec) -> bool:
-        """No waiting lets it through."""
+        """Whether it exceeds the quota however long it waits."""
         limits = self._limits(spec)
         num_tokens = len(spec.prompt) + spec.num_outputs * spec.max_tokens
         burst = limits.burst_tokens or limits.tokens_per_minute

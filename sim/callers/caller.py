@@ -27,7 +27,7 @@ FORMATS = {
 
 
 def message_of(spec: RequestSpec, request_id: str, *, cache_salt: str) -> pb.GenerateRequest:
-    """What it sends."""
+    """The request message that a caller sends."""
     request = pb.GenerateRequest(
         request_id=request_id,
         token_ids=common_pb2.TokenIds(ids=spec.prompt),
@@ -51,7 +51,7 @@ def message_of(spec: RequestSpec, request_id: str, *, cache_salt: str) -> pb.Gen
 
 @dataclass(slots=True)
 class _Got:
-    """Of one output."""
+    """What was received of one output."""
 
     texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Got:
 
 
 class Caller:
-    """One request of one tenant. gateway_of: the gateway that serves now at an index, None while none does."""
+    """One request of one tenant. gateway_of: the gateway that currently serves at an index, or None."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Caller:
         self._started = 0
 
     async def run(self) -> None:
-        """From the first call to the end of the last one."""
+        """From the first call to the end of the last retry."""
         for attempt in range(self._spec.retries + 1):
             await self._call_once(attempt)
             if not self._may_retry() or attempt == self._spec.retries:

@@ -20,7 +20,7 @@ END_TOKEN = 2
 
 
 def outputs_of(spec: RequestSpec) -> list[RequestSpec]:
-    """Each output of a request as a request of its own."""
+    """Each output of a request, as a request with that one output."""
     return [
         msgspec.structs.replace(spec, seed=(spec.seed + index) % (1 << 64), num_outputs=1)
         for index in range(spec.num_outputs)
@@ -28,7 +28,7 @@ def outputs_of(spec: RequestSpec) -> list[RequestSpec]:
 
 
 class Expectation:
-    """Shared by all callers: remembers how often each tenant had which first block."""
+    """Shared by all callers: counts how often each tenant had which first block."""
 
     def __init__(self, config: SimConfig, bytes_by_id: Sequence[bytes]) -> None:
         self._model = oracle_model(config)
@@ -40,7 +40,7 @@ class Expectation:
         self._tokens: dict[tuple[int, int], list[int]] = {}  # by request and seed, which differs between its outputs
 
     def tokens(self, spec: RequestSpec) -> list[int]:
-        """The whole output, with the token that ends it."""
+        """The whole expected output, including the token that ends it."""
         key = (spec.index, spec.seed)
         if (known := self._tokens.get(key)) is None:
             known = self._tokens[key] = self._computed_tokens(spec)
@@ -57,7 +57,7 @@ class Expectation:
         return oracle_tokens(spec.prompt, sampling, model=self._model, max_total_tokens=self._max_total_tokens)
 
     def remember(self, spec: RequestSpec) -> None:
-        """Its tenant may have this prefix in a cache from now on."""
+        """From now on this prefix may be cached for its tenant."""
         for each in outputs_of(spec):
             ids = spec.prompt
             if len(ids) < self._block_size:
@@ -67,7 +67,7 @@ class Expectation:
     def problems(
         self, spec: RequestSpec, text: str, ids: list[int], num_logprobs: int, finished: Any, *, is_ok: bool
     ) -> list[str]:
-        """What is wrong with what a caller got. finished: pb.Finished or None."""
+        """What is wrong with what a caller received. finished: pb.Finished or None."""
         if not (ids or text or is_ok):
             return []
         expected = self.tokens(spec)

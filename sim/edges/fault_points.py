@@ -8,18 +8,18 @@ _armed: Callable[[str], None] | None = None
 
 
 def fault_point(name: str) -> None:
-    """Something may go wrong here: what is armed may raise."""
+    """A place where a fault may be injected: an armed action may raise here."""
     if _armed is not None:
         _armed(name)
 
 
 def arm(action: Callable[[str], None]) -> None:
-    """Call ``action(name)`` at every point from now on."""
+    """Call ``action(name)`` at every fault point from now on."""
     global _armed
     _armed = action
 
 
 def disarm() -> None:
-    """Points do nothing again."""
+    """Fault points do nothing again."""
     global _armed
     _armed = None

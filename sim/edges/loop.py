@@ -27,15 +27,15 @@ MAX_TURNS_AT_ONE_TIME = 200_000
 
 
 class NothingHappens(Exception):
-    """A task waits, and no timer will ever fire."""
+    """A task waits, but no timer is set that could wake it."""
 
 
 class TimeStandsStill(Exception):
-    """Callbacks call callbacks for ever, and the clock does not move."""
+    """Callbacks keep scheduling callbacks, and the clock does not advance."""
 
 
 class _NoSelector(selectors.BaseSelector):
-    """For asyncio, which insists on one."""
+    """A selector without descriptors, because asyncio requires one."""
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         return selectors.SelectorKey(fileobj, 0, events, data)
@@ -71,19 +71,19 @@ class SimLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        """In the next turn."""
+        """Run in the next turn."""
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        """In the first turn at that time."""
+        """Run in the first turn at that time."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """Run it now."""
+        """Run it at once."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -92,10 +92,11 @@ class SimLoop(asyncio.SelectorEventLoop):
         return future
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps, so nobody need be woken."""
+        """The loop never sleeps, so nothing needs to wake it."""
 
     def _run_once(self) -> None:
-        """One turn: what is ready, with the timers that are due; what that makes ready waits for the next one."""
+        """One turn: everything that is ready, including due timers. What becomes ready meanwhile waits for the next
+        turn."""
         ready, timers = self._ready, self._timers
         if ready or self._stopping:
             self._stay()
@@ -131,9 +132,10 @@ LogLine = MutableMapping[str, Any]
 
 @contextmanager
 def isolated(loop: SimLoop, seed: int) -> Iterator[list[LogLine]]:
-    """Inside, time and randomness belong to the run. Yields the lines logged as errors so far.
+    """During the block, time and randomness come from the run. Yields the lines logged as errors so far.
 
-    Every thread computes all the time in every other seed, and never in the rest: gateways send tokens in rounds there.
+    In every other seed all threads count as always busy, in the rest as always idle: with busy threads, gateways send
+    tokens in rounds.
     """
     rng = random.Random(f"{seed}:secrets")
     replaced = [

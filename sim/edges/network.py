@@ -13,7 +13,7 @@ from sim.journal import Journal
 
 
 class Pipe:
-    """One direction. deliver: called at the arrival of each frame, in order."""
+    """One direction of a connection. deliver: called as each frame arrives, in order."""
 
     def __init__(self, loop: SimLoop, rng: random.Random, *, delay_s: float, deliver: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -28,7 +28,7 @@ class Pipe:
         return len(self._frames)
 
     def send(self, frame: bytes) -> None:
-        """It arrives after what was sent before."""
+        """Send a frame; it arrives after those sent before."""
         delay_s = self._delay_s * (0.2 + self._rng.expovariate(1.0))
         due_s = max(self._loop.time() + delay_s, self._last_due_s, self._held_until_s)
         self._last_due_s = due_s
@@ -36,13 +36,13 @@ class Pipe:
         self._loop.call_at(due_s, self._arrive)
 
     def hold(self, until_s: float) -> None:
-        """Nothing arrives before then."""
+        """Deliver nothing before then."""
         self._held_until_s = max(self._held_until_s, until_s)
         if self._frames:
             self._loop.call_at(self._held_until_s, self._arrive)
 
     def cut(self, num_kept: int = 0) -> None:
-        """All but the oldest ``num_kept`` frames on the way are lost."""
+        """Lose all frames in transit except the oldest ``num_kept``."""
         while len(self._frames) > num_kept:
             self._frames.pop()
 
@@ -56,7 +56,7 @@ class Pipe:
 
 
 class Connection:
-    """One life of a connection. up: to the gateway, down: to the worker."""
+    """One connection, from connect to disconnect. up: to the gateway; down: to the worker."""
 
     def __init__(self, routing_id: bytes, up: Pipe, down: Pipe) -> None:
         self.routing_id = routing_id
@@ -65,13 +65,13 @@ class Connection:
         self.is_open = True
 
     def hold(self, until_s: float) -> None:
-        """A partition, or a lag."""
+        """A partition or a delay, in both directions."""
         self.up.hold(until_s)
         self.down.hold(until_s)
 
 
 class Hub:
-    """Where a gateway can be dialled, over all its lives: at most one listener at a time."""
+    """An address of a gateway, across restarts: at most one listener at a time."""
 
     def __init__(self, loop: SimLoop, rng: random.Random, journal: Journal, *, delay_s: float) -> None:
         self.loop = loop
@@ -82,7 +82,7 @@ class Hub:
         self._num_drawn = 0
 
     def connect(self, on_frame: Callable[[bytes], None], on_closed: Callable[[], None]) -> Connection | None:
-        """A new connection; None where nobody listens."""
+        """A new connection; None if nothing listens."""
         listener = self.listener
         if listener is None:
             return None
@@ -96,7 +96,7 @@ class Hub:
 
 
 class Listener:
-    """One life of a gateway's socket."""
+    """A gateway's socket, for one run of its process."""
 
     def __init__(self, hub: Hub, on_frame: Callable[[bytes, bytes], None]) -> None:
         self.connections: dict[bytes, tuple[Connection, Callable[[], None]]] = {}
@@ -112,7 +112,7 @@ class Listener:
             self._on_frame(routing_id, frame)
 
     def drop(self, connection: Connection) -> None:
-        """The connection breaks: what was on the way down is lost, of what was on the way up some is here already."""
+        """The connection breaks: all frames on the way down are lost, and some of those on the way up."""
         if not connection.is_open:
             return
         connection.is_open = False
@@ -122,7 +122,7 @@ class Listener:
         on_closed()
 
     def close(self) -> None:
-        """The process is gone."""
+        """The process has ended."""
         self._is_open = False
         if self._hub.listener is self:
             self._hub.listener = None

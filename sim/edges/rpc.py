@@ -23,7 +23,7 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How a call ended. trailers: empty where the library made the status."""
+    """How a call ended. trailers: empty if the library made the status."""
 
     code: str
     message: str = ""
@@ -31,8 +31,8 @@ class Status:
 
 
 class SimCall:
-    """Both ends of a call. Messages that were not read yet can be read when its status is there. on_closed: called when
-    its handler is through."""
+    """Both ends of a call. Unread messages can still be read after the status has arrived. on_closed: called when the
+    handler is done."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SimCall:
 
     @property
     def is_closed(self) -> bool:
-        """Its handler is through with it."""
+        """Whether the handler is done."""
         return self._task.done()
 
     # ------------------------------------------------------------ the caller's end
@@ -89,13 +89,13 @@ class SimCall:
         self._end_from_outside(Status(code="CANCELLED"))
 
     def stall(self, duration_s: float) -> None:
-        """The caller reads nothing for so long."""
+        """The caller reads nothing for this long."""
         self._no_room_before_s = self._loop.time() + duration_s
         self._loop.call_later(duration_s, self._room.set)
 
     @property
     def is_stalled(self) -> bool:
-        """Its caller was told to read nothing for a while, however long ago."""
+        """Whether the caller was ever told to stop reading for a while."""
         return self._no_room_before_s > 0
 
     def lose(self) -> None:
@@ -105,18 +105,18 @@ class SimCall:
     # ------------------------------------------------------------ grpc.aio.ServicerContext
 
     def time_remaining(self) -> float | None:
-        """Seconds; None for no deadline."""
+        """Seconds; None without a deadline."""
         return None if self._expires_s is None else max(0.0, self._expires_s - self._loop.time())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What the caller shows."""
+        """The caller's metadata."""
         return self._metadata
 
     def peer_identities(self) -> None:
-        """No certificates."""
+        """There are no certificates."""
 
     def peer(self) -> str:
-        """No connection that could be hung up."""
+        """A name without an address, so that no connection is closed."""
         return "sim:"
 
     def trailing_metadata(self) -> tuple[()]:
@@ -124,11 +124,11 @@ class SimCall:
         return ()
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """Nobody looks at it."""
+        """Ignored."""
         self._check_open()
 
     async def write(self, message: Any) -> None:
-        """Waits for the reader where the window is full."""
+        """Waits for the reader while the window is full."""
         self._check_open()
         data = message.SerializeToString()
         while self._unread_bytes > self._window_bytes or self._loop.time() < self._no_room_before_s:

@@ -19,7 +19,7 @@ CUT_AFTER_S = 10.0  # wire.options.PING_TIMEOUT_MS
 
 
 class Chaos:
-    """One per world."""
+    """Injects the faults of one world."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -51,7 +51,7 @@ class Chaos:
         }
 
     async def run(self, faults: tuple[Fault, ...], start_s: float) -> None:
-        """All of them, each at its time."""
+        """Inject all faults, each at its time."""
         loop = self._world.loop
         for fault in faults:
             await asyncio.sleep(max(0.0, start_s + fault.at_s - loop.time()))
@@ -60,7 +60,7 @@ class Chaos:
             self._actions[fault.kind](fault)
 
     def stop(self) -> None:
-        """Everything is well again; what had to be replaced is replaced."""
+        """End all faults, and replace what they destroyed."""
         self._pending.clear()
         self._lurking.clear()
         for seat in self._world.seats:

@@ -37,7 +37,7 @@ ON_THE_WAY_S = 0.02  # between two looks for those
 
 
 class _Victim(NamedTuple):
-    """name: of the output, by which its gateway knows it."""
+    """name: of the output, as its gateway knows it."""
 
     gateway: SimGateway
     call: SimCall
@@ -45,20 +45,20 @@ class _Victim(NamedTuple):
 
 
 class Lurking:
-    """One per world."""
+    """Faults of one world that wait for an output to reach some place."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
         self._faults: list[Fault] = []
 
     def add(self, fault: Fault) -> None:
-        """From now on."""
+        """Wait for the fault's place from now on."""
         self._faults.append(fault)
         if fault.detail == MOVING:
             self._look_on_the_way()
 
     def _look_on_the_way(self) -> None:
-        """No worker makes turns where none is there."""
+        """For outputs without a worker, which no worker's turns would find."""
         moving = [fault for fault in self._faults if fault.detail == MOVING]
         for fault in moving:
             if self._strikes(fault, 0):
@@ -67,11 +67,11 @@ class Lurking:
             self._world.loop.call_later(ON_THE_WAY_S, self._look_on_the_way)
 
     def clear(self) -> None:
-        """None strikes any more."""
+        """Drop all waiting faults."""
         self._faults.clear()
 
     def look(self, worker: int) -> None:
-        """A worker has made a turn."""
+        """A worker's engine has made a turn."""
         self._faults = [fault for fault in self._faults if fault.detail == MOVING or not self._strikes(fault, worker)]
 
     def _strikes(self, fault: Fault, worker: int) -> bool:

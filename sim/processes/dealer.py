@@ -34,7 +34,7 @@ IDLE_WAIT_S = 0.5
 
 
 class LyingOutbox:
-    """An Outbox. ``lie``: what to say with the next message that it can be said with; "" for the truth."""
+    """An Outbox that can lie. ``lie``: what to falsify in the next message where that is possible; "" for none."""
 
     def __init__(self, link: WorkerLink, journal: Journal) -> None:
         self.lie = ""
@@ -84,9 +84,9 @@ class LyingOutbox:
 
 
 class SimDealer(GatewaySocket):
-    """Dials by itself, again and again, until closed. on_event: something may be here for the worker.
+    """Dials by itself until closed. on_event: called when there may be something to receive.
 
-    Frames sent while the worker computes leave when the step ends (`release`): its clock is ahead until then.
+    Frames sent while the worker computes leave when the step ends (`release`): the worker's clock is ahead until then.
     """
 
     def __init__(self, hub: Hub, *, high_water: int, on_event: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class SimDealer(GatewaySocket):
         self._is_computing = True
 
     def release(self) -> None:
-        """The step has ended: what it said leaves."""
+        """The step has ended: send what it produced."""
         self._is_computing = False
         frames, self._outgoing = self._outgoing, []
         for frame in frames:
@@ -154,7 +154,7 @@ class SimDealer(GatewaySocket):
             self._hub.listener.drop(self.connection)
 
     def partition(self, until_s: float, *, cut_after_s: float) -> None:
-        """Nothing gets through until then; where that takes long, both sides notice and cut."""
+        """Deliver nothing until then; if that takes too long, both sides notice and disconnect."""
         loop = self._hub.loop
         if self.connection is not None:
             self.connection.hold(until_s)
@@ -215,7 +215,7 @@ class SimLink(WorkerLink):
 
     @property
     def patience_s(self) -> float:
-        """How long an idle engine may wait: as `WorkerLink.wait` has it."""
+        """How long an idle engine may wait, like `WorkerLink.wait`."""
         if self._lost:
             return 0.0
         is_busy = any(

@@ -14,13 +14,14 @@ from sim.scenario import Scenario
 
 
 class FairnessWatch:
-    """Of one worker's life.
+    """Checks one worker's scheduling, from start to death.
 
-    While two tenants both wait, what they get by weight may differ by one request, which may be the largest, and by the
-    output of all that run before and after it comes in: once at the beginning of that time, once at its end. Who was
-    preempted goes on out of turn.
-    Where requests differ in importance only the order within a tenant is looked at. There, among several tenants, who
-    was preempted needs no turn to go on, and passes earlier requests of its tenant that wait for theirs.
+    While two tenants both wait, their weighted shares may differ by one request (which may be the largest), and by the
+    output of all requests that run before and after it is admitted: once at the beginning of that time, once at its
+    end. Preempted requests continue out of turn.
+
+    If requests differ in priority, only the order within a tenant is checked. With several tenants, a preempted request
+    needs no turn to continue, and may pass earlier requests of its tenant that wait for theirs.
     """
 
     def __init__(self, scheduler: Scheduler, journal: Journal, name: str, scenario: Scenario) -> None:
@@ -38,7 +39,7 @@ class FairnessWatch:
         self._waiting: dict[int, tuple[Request, int]] = {}  # with how often they were preempted
 
     def look(self) -> None:
-        """After every step."""
+        """Check after every step."""
         waiting = {request.order: request for request in self._scheduler.requests if request.phase is Phase.WAITING}
         self._tenants.update(request.run.tenant for request in self._scheduler.requests)
         self._check_order(waiting)
@@ -80,7 +81,7 @@ class FairnessWatch:
                 self._journal.violate(f"{self._name}: {pair} both waited and got {told}")
 
     def _served(self) -> Counter[str]:
-        """Tokens that were computed for each tenant, each counted once."""
+        """Tokens computed for each tenant, each counted once."""
         live = {request.order: request for request in self._scheduler.requests}
         for order, request in self._live.items():
             if order not in live:

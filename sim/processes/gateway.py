@@ -37,7 +37,7 @@ DEATH_NOTICE_S = 0.002
 
 
 class SimRouterLink:
-    """In place of `gateway.workers.link.RouterLink`."""
+    """Replaces `gateway.workers.link.RouterLink`."""
 
     def __init__(self, hub: Hub, high_water: int, on_frame: OnFrame, stats: PoolStats, watch: GatewayWatch) -> None:
         self.bound: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class SimRouterLink:
         self._stats.sent_bytes += len(frame)
 
     def drain_all(self) -> None:
-        """What has arrived has been taken."""
+        """Nothing to do: messages are taken as they arrive."""
 
     def restore(self) -> int:
         return 0
@@ -81,7 +81,7 @@ class SimRouterLink:
 
 
 class Processes:
-    """Which simulated processes live, and who wants to know when one ends."""
+    """Which simulated processes are alive, and who is notified when one ends."""
 
     def __init__(self, loop: SimLoop, *, is_watched: bool) -> None:
         self.loop = loop
@@ -96,7 +96,7 @@ class Processes:
 
 
 class SimWatch:
-    """In place of `gateway.workers.watch.ProcessWatch`."""
+    """Replaces `gateway.workers.watch.ProcessWatch`."""
 
     def __init__(self, processes: Processes, on_exit: Callable[[int], None]) -> None:
         self._processes, self._on_exit = processes, on_exit
@@ -129,7 +129,7 @@ class SimWatch:
 
 
 class SimPool(WorkerPool):
-    """The real pool, with a place for a defect of ours."""
+    """The real pool, with a fault point for defects of our own."""
 
     def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
         fault_point("pool.opening")
@@ -137,7 +137,7 @@ class SimPool(WorkerPool):
 
 
 class SimExecutor:
-    """In place of the text threads."""
+    """Replaces the text threads."""
 
     def __init__(self, loop: SimLoop, rng: Any) -> None:
         self._loop, self._rng = loop, rng
@@ -160,7 +160,7 @@ class SimExecutor:
 
 
 class _CallContext:
-    """The gateway's end of a call: what can be read is the request's bytes, once."""
+    """The gateway's end of a call: the request's bytes can be read once."""
 
     def __init__(self, call: SimCall, request: Any) -> None:
         self._call = call
@@ -182,7 +182,7 @@ def _sending(behaviour: Any) -> Any:
 
 
 class SimGateway(Gateway):
-    """One life. ``call`` is its port."""
+    """One run of a gateway's process. ``call`` replaces its listeners."""
 
     def __init__(self, config: SimConfig, loop: SimLoop, journal: Journal, hub: Hub, processes: Processes) -> None:
         self._sim, self._loop, self._journal = config, loop, journal
@@ -232,7 +232,7 @@ class SimGateway(Gateway):
             setattr(pool, name, asked)
 
     def _watch_process(self) -> list[Any]:
-        """Real memory and real lag are nothing that a seed decides."""
+        """Without watches of real memory and real lag, which a seed does not determine."""
         return [asyncio.create_task(self._look(), name="watch")]
 
     async def _look(self) -> None:
@@ -256,13 +256,13 @@ class SimGateway(Gateway):
         return await self.listeners.interceptor.intercept_service(continuation, details)
 
     def salt_for(self, tenant: str) -> str:
-        """What a tenant keeps its prefixes apart by: nothing where it has a key."""
+        """What separates a tenant's prefixes from others': nothing if it has a key."""
         return "" if self._sim.tenants else tenant
 
     def call(
         self, request: pb.GenerateRequest, *, name: str, is_unary: bool, timeout_s: float | None, tenant: str
     ) -> SimCall:
-        """A caller of a tenant calls. request goes through its bytes."""
+        """A call by a tenant. request: serialized and parsed again."""
         self.num_calls += 1
         method: str = "Generate"
         message: Any = request
@@ -291,11 +291,11 @@ class SimGateway(Gateway):
         return next((call for call in self.calls if call._task in tasks and call.status is None), None)
 
     def stream_of(self, name: int) -> OutputStream:
-        """Where an output goes, while its call is open."""
+        """The stream of an output, while its call is open."""
         return next(stream for tracked in self.tracker for own, stream in tracked.outputs if own == name)
 
     def kill(self) -> None:
-        """SIGKILL: every caller's connection breaks, and every worker's."""
+        """SIGKILL: all connections of callers and workers break."""
         self.is_dead = True
         self.drained.set()
         self.pool._link.close()
@@ -307,14 +307,14 @@ class SimGateway(Gateway):
                 task.cancel()
 
     def check_stopped(self, name: str) -> None:
-        """It drained and stopped: every caller has been told how it ended."""
+        """After drain and stop, every caller must have its status."""
         unfinished = [call.name for call in self.calls if call.status is None]
         self._journal.check(not unfinished, f"{name} stopped and left {unfinished}")
         for call in self.calls:
             call.lose()
 
     def check_quiet(self, name: str) -> None:
-        """Nobody calls, so it holds nothing, and its counters say how everything ended."""
+        """Without calls, it must hold nothing, and its counters must account for every ending."""
         journal, tracker = self._journal, self.tracker
         counts = tracker.admission.counts()
         journal.check(counts.num_entered == counts.num_placed == 0, f"{name}: admission still has {counts}")

@@ -37,17 +37,17 @@ class SimGroup:
 
     @property
     def is_whole(self) -> bool:
-        """All of them live and go on."""
+        """Whether all ranks are alive and running."""
         return not self._dead and not self._stopped
 
     @property
     def is_broken(self) -> bool:
-        """A sum fails."""
+        """Whether a sum fails."""
         return bool(self._dead)
 
     @property
     def stands_still(self) -> bool:
-        """A sum would wait for ever."""
+        """Whether a sum would wait for ever."""
         return bool(self._stopped - self._dead)
 
     # ------------------------------------------------------------ what rank 0 does
@@ -69,11 +69,11 @@ class SimGroup:
             raise GroupLost(f"rank {rank} of {len(self._ranks) + 1} ended with status -9; its log says why")
 
     def close(self) -> None:
-        """They end with rank 0."""
+        """The ranks end with rank 0."""
         self._ranks.clear()
 
     def finish(self, result: StepResult | None) -> None:
-        """The end of a step whose result is this on rank 0, None where it failed there: every rank has the same."""
+        """The end of a step. result: rank 0's, None if it failed there; every rank must have the same."""
         for rank, runner in self._ranks.items():
             found: StepResult | None = None
             try:
@@ -94,7 +94,7 @@ class SimGroup:
             runner.poison(block_ids)
 
     def audit(self, first: OracleRunner) -> None:
-        """Every rank's blocks hold what rank 0's hold."""
+        """Every rank's blocks must hold what rank 0's hold."""
         for rank, runner in self._ranks.items():
             for name in ("tokens_PB", "positions_PB", "host_H2B"):
                 is_same = np.array_equal(getattr(runner.store, name), getattr(first.store, name))

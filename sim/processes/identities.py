@@ -19,17 +19,17 @@ _NS_PER_MINUTE = 60_000_000_000
 
 
 def tenant_of(config: SimConfig, name: str) -> Tenant:
-    """Of a request that says this tenant."""
+    """The tenant of a request by this name."""
     return next((tenant for tenant in config.tenants if tenant.name == name), UNLIMITED)
 
 
 def metadata_of(config: SimConfig, name: str) -> tuple[tuple[str, str], ...]:
-    """What a caller of this tenant shows."""
+    """The metadata that a caller of this tenant sends."""
     return (("x-api-key", _key(tenant_of(config, name))),) if config.tenants else ()
 
 
 def access_list_of(config: SimConfig) -> AccessList | None:
-    """None: nobody is asked who they are."""
+    """None: callers are not identified."""
     if not config.tenants:
         return None
     return AccessList(ring=KeyRing(map(_entry, (*config.tenants, UNLIMITED))))
@@ -57,7 +57,7 @@ def _entry(tenant: Tenant) -> KeyEntry:
 
 
 class WatchedQuotas(TenantQuotas):
-    """The real ones, and what they should have said. tracker: whose requests are counted."""
+    """The real quotas, checked against a recount. tracker: whose requests are counted."""
 
     def __init__(self, tracker: RequestTracker, journal: Journal) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class WatchedQuotas(TenantQuotas):
         self._reserved: dict[str, tuple[str, TenantLimits, int]] = {}
 
     def enter(self, key: str, caller: Caller, now_ns: int, *, num_outputs: int = 1) -> None:
-        """Refused exactly where the quota would be exceeded."""
+        """Must refuse exactly if the quota would be exceeded."""
         held, queued = self._recount(str(caller.tenant), key)
         limits = caller.limits
         is_over = _is_over(held + num_outputs, limits.max_requests) or _is_over(queued + num_outputs, limits.max_queued)
@@ -80,7 +80,7 @@ class WatchedQuotas(TenantQuotas):
         self._check(not is_over, f"{key!r} with {num_outputs} let in above the quota: {held} outputs, {queued} queued")
 
     def reserve(self, key: str, num_tokens: int, now_ns: int) -> None:
-        """Refused exactly where the bucket has not enough."""
+        """Must refuse exactly if the bucket holds too little."""
         held = self._held.get(key)
         if held is None or held.tenant.limits.tokens_per_minute is None or key in self._reserved:
             super().reserve(key, num_tokens, now_ns)
@@ -97,7 +97,7 @@ class WatchedQuotas(TenantQuotas):
         self._reserved[key] = (tenant, limits, num_tokens)
 
     def leave(self, key: str, *, num_used: int, now_ns: int) -> None:
-        """What was not used is back."""
+        """Must return what was not used."""
         super().leave(key, num_used=num_used, now_ns=now_ns)
         self._sizes.pop(key, None)
         if (reserved := self._reserved.pop(key, None)) is not None:
@@ -106,13 +106,13 @@ class WatchedQuotas(TenantQuotas):
             self._levels[tenant] = (min(_burst(limits), level), now_ns)
 
     def check_quiet(self, name: str) -> None:
-        """Nobody is in flight: nobody holds anything."""
+        """With nothing in flight, no tenant may hold anything."""
         counts = {tenant: self.counts(tenant) for tenant in self._tenants}
         is_empty = not any(each.num_in_flight or each.num_queued for each in counts.values()) and not self._held
         self._check(is_empty, f"{name}: quotas still hold {counts}")
 
     def _recount(self, tenant: str, without: str) -> tuple[int, int]:
-        """Outputs of a tenant in flight, and of these not begun, as its requests say."""
+        """(outputs of a tenant in flight, how many of these are not begun), from its requests."""
         held = queued = 0
         for tracked in self._tracker:
             if tracked.scope.key.startswith(f"{tenant}\n"):

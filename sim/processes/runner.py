@@ -28,11 +28,12 @@ FOR_EVER_S = 1e9
 
 
 class ProcessDied(BaseException):
-    """The simulated process ends here; no handler of the product may notice."""
+    """The simulated process ends here; a BaseException, so that no handler of the product catches it."""
 
 
 class SimClock:
-    """A worker's monotonic clock: ahead of the loop's while the worker computes, for a step happens in one go."""
+    """A worker's monotonic clock. It is ahead of the loop's while the worker computes, because a step is executed at
+    once."""
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
@@ -48,7 +49,7 @@ def oracle_model(config: SimConfig) -> OracleModel:
 
 
 class RankRunner(OracleRunner):
-    """The oracle with the scenario's blocks, as each rank of a worker has it. errors: by step."""
+    """The oracle with the scenario's blocks, for each rank of a worker. errors: by step."""
 
     host_blocks, max_copies_in, max_chunks, measure_copies = None, 0, None, None  # what groups ask a model's runner
 
@@ -67,8 +68,8 @@ class RankRunner(OracleRunner):
 
 
 class SimRunner(RankRunner):
-    """Of rank 0, which is the worker. ``slow_until_s``, ``next_error`` and ``hangs`` are set by the chaos. group: the
-    other ranks, where there are some."""
+    """The runner of rank 0, which is the worker. ``slow_until_s``, ``next_error`` and ``hangs`` are set by Chaos.
+    group: the other ranks, if any."""
 
     def __init__(self, config: SimConfig, rng: Any, clock: SimClock, journal: Journal, name: str) -> None:
         self._errors: dict[int, RunnerError] = {}
@@ -97,7 +98,7 @@ class SimRunner(RankRunner):
 
     @property
     def leaving(self) -> list[int]:
-        """Device blocks that launched plans have still to copy out."""
+        """Device blocks that launched plans have yet to copy out."""
         return [block for plan in self._launched for block in plan.copies_out_C2[:, 0].tolist()]
 
     def collect(self) -> StepResult:

@@ -28,7 +28,7 @@ FLUSH_S = 0.0001  # in which a gateway sends what it has to say of this moment
 
 
 class WorkerWatch:
-    """At a worker: orders that arrived are carried out before its next step."""
+    """At a worker: orders that arrived must be carried out before its next step."""
 
     def __init__(self, scheduler: Scheduler, journal: Journal, name: str) -> None:
         self._scheduler, self._journal, self._name = scheduler, journal, name
@@ -38,7 +38,7 @@ class WorkerWatch:
         self._lost: list[GatewayIndex] = []
 
     def heard(self, messages: list[tuple[GatewayIndex, InboxMessage]]) -> None:
-        """The engine takes these now."""
+        """The engine takes these messages now."""
         self._has_heard = bool(messages)
         for gateway, message in messages:
             match message:
@@ -59,7 +59,7 @@ class WorkerWatch:
             self._check(key not in self._ended, f"{key} is in step {plan.step} though it was cancelled")
 
     def look(self) -> None:
-        """After a step."""
+        """Check after a step."""
         table = self._scheduler.requests
         for key in self._ended:
             self._check(key not in table, f"{key} was cancelled and is still there")
@@ -77,7 +77,7 @@ class WorkerWatch:
             self.recount()
 
     def recount(self) -> None:
-        """Every request is in exactly one place, and nobody is in a place who is not a request."""
+        """Every request must be in exactly one place, and every place must only hold requests."""
         table = self._scheduler.requests
         for problem in _misplaced(table):
             self._check(False, problem)
@@ -120,7 +120,7 @@ def _misplaced(table: RequestTable) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Sent:
-    """An output that was given to a worker, under one handle."""
+    """An output that was sent to a worker, under one handle."""
 
     incarnation: int
     request_id: str
@@ -130,8 +130,8 @@ class _Sent:
 
 
 class GatewayWatch:
-    """At a gateway: what no caller waits for any more is cancelled and never sent again; who does not read is paused
-    wherever the output is, and goes on when its caller reads on."""
+    """At a gateway: an output that no caller waits for must be cancelled and never sent again; one whose caller does
+    not read must be paused, wherever it is, and resumed when its caller reads again."""
 
     def __init__(self, gateway: "SimGateway", loop: SimLoop, journal: Journal) -> None:
         self._gateway, self._loop, self._journal = gateway, loop, journal
@@ -141,15 +141,15 @@ class GatewayWatch:
         self._was_full = False
 
     def called(self, request_id: str) -> None:
-        """A call begins, perhaps the second of its request."""
+        """A call begins, perhaps a retry of its request."""
         self._cancelled = {each for each in self._cancelled if each[0] != request_id}
 
     def closed(self, call: SimCall) -> None:
-        """Its handler is through: what workers still have of it must be cancelled at once."""
+        """The call's handler is done: what workers still have of it must be cancelled at once."""
         self._loop.call_later(FLUSH_S, self._look_behind, call.request_id)
 
     def asked(self, name: int) -> None:
-        """An output has to pause or to go on: its worker must hear of it at once."""
+        """An output is to be paused or resumed: its worker must be told at once."""
         self._loop.call_later(FLUSH_S, self._look_at_pace, name)
 
     def _look_at_pace(self, name: int) -> None:
@@ -175,11 +175,11 @@ class GatewayWatch:
                     self._check(False, f"output {handle} {what}")
 
     def full(self) -> None:
-        """A worker's queue took nothing: what is said to it comes later."""
+        """A worker's queue is full: messages to it come later."""
         self._was_full = True
 
     def sent(self, peer: Peer, message: Message) -> None:
-        """This went to a worker."""
+        """A message was sent to a worker."""
         match message:
             case Run():
                 self._check(
@@ -202,7 +202,7 @@ class GatewayWatch:
                         sent.is_paused = isinstance(message, Pause)
 
     def heard(self, frame: bytes) -> None:
-        """This came from a worker."""
+        """A frame came from a worker."""
         try:
             message = decode_to_gateway(frame)
         except ProtocolError:
@@ -214,7 +214,7 @@ class GatewayWatch:
                 self._loop.call_later(FLUSH_S, self._look_twice)
 
     def look(self) -> None:
-        """Now and then. What is wrong twice in a row is wrong."""
+        """Check now and then. What is wrong at two checks in a row is a violation."""
         self._sent = {handle: sent for handle, sent in self._sent.items() if self._is_here(sent)}
         suspects = set() if self._was_full else {*self._left_behind(), *self._out_of_step()}
         self._was_full = False
@@ -239,7 +239,7 @@ class GatewayWatch:
                     yield f"of {sent.request_id}: paused={stream.is_paused}, its worker heard {sent.is_paused}", name
 
     def _is_here(self, sent: _Sent) -> bool:
-        """Its worker has not been given up."""
+        """Whether the output's worker has not been given up."""
         return self._gateway.pool._registry.get(sent.incarnation) is not None
 
     def _is_wanted(self, request_id: str) -> bool:

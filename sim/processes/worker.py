@@ -43,7 +43,7 @@ MAX_IDLE_TURNS = 3  # with work waiting and nothing in flight
 
 
 class SimScheduler(Scheduler):
-    """The real scheduler, with places where the process may die."""
+    """The real scheduler, with fault points where the process may die."""
 
     def add(self, gateway: GatewayIndex, run: Run, *, now_s: float) -> None:
         super().add(gateway, run, now_s=now_s)
@@ -94,8 +94,8 @@ def block_manager_config(scenario: Scenario) -> BlockManagerConfig:
 
 
 class Life:
-    """From start to death. on_death(exit code): called once, when it ends by itself; not after ``kill``. on_step:
-    called after each turn of the engine."""
+    """One run of a worker's process. on_death(exit code): called once, if it ends by itself rather than by ``kill``.
+    on_step: called after each turn of the engine."""
 
     def __init__(
         self,
@@ -176,12 +176,12 @@ class Life:
 
     @property
     def is_computing(self) -> bool:
-        """In the middle of a step."""
+        """Whether it is in the middle of a step."""
         return self._computing_since is not None
 
     @property
     def stats(self) -> EngineStats:
-        """What the heartbeat's thread sees: before a step's end the work, but not the step."""
+        """What the heartbeat thread sees: during a step, the work but not yet the step."""
         if self._computing_since is None:
             return self.engine.stats
         return self.engine.stats._replace(num_steps=self._computing_since, num_in_flight=1)
@@ -270,7 +270,7 @@ class Life:
         self._journal.check(self._num_idle_turns <= MAX_IDLE_TURNS, lambda: f"{self.name} has work and makes no steps")
 
     def audit(self) -> None:
-        """Recount everything, and the counters with it."""
+        """Recount everything, and compare with the counters."""
         journal, blocks, counters = self._journal, self.blocks, self.scheduler.counters
         self.watch.recount()
         if self.group is not None:
@@ -292,7 +292,7 @@ class Life:
         journal.check(is_whole, lambda: f"{counters} with {unfinished} unfinished")
 
     def check_quiet(self) -> None:
-        """Nothing is asked of it, so it holds nothing."""
+        """Without requests, it must hold nothing."""
         self.audit()
         journal, scheduler = self._journal, self.scheduler
         journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.requests)}")
@@ -302,7 +302,7 @@ class Life:
 
 
 class Seat:
-    """``life`` is None between two lives."""
+    """A worker across restarts. ``life`` is None between two runs."""
 
     def __init__(self, world: "World", index: int, files: dict[str, bytes]) -> None:
         self.name = f"w{index}"
@@ -313,7 +313,7 @@ class Seat:
 
     @property
     def is_quiet(self) -> bool:
-        """It lives, every gateway knows it, and it has nothing to do."""
+        """Whether it is alive, known to every gateway, and idle."""
         life = self.life
         return (
             life is not None
@@ -323,7 +323,7 @@ class Seat:
         )
 
     def start(self) -> None:
-        """A new life."""
+        """Start a new run."""
         if self._is_closed:
             return
         self._num_lives += 1
@@ -348,7 +348,7 @@ class Seat:
             self._died(-9)
 
     def close(self) -> None:
-        """The end of the play."""
+        """The end of the simulation."""
         self._is_closed = True
         if self.life is not None:
             self.life.kill()
