@@ -1,9 +1,10 @@
 """The child process for work that may loop for ever or fill memory, such as foreign code.
 
-Started by `gateway.text.process_pool` with the pid of its parent and its limits. Reads a frame and answers with a frame
-until its input ends:
+Started by `gateway.text.process_pool` with the pid of its parent and its limits. Reads a frame, answers with two, one
+as it begins, until its input ends:
 
     length (4 bytes, big-endian), what is asked
+    length, BEGUN
     length, kind (1 byte), text
 
 The kernel ends it if an answer takes too much CPU time; its memory is limited, and so is what it can write. It ends
@@ -21,6 +22,7 @@ from typing import BinaryIO
 from octavo.wire.host import die_with
 
 DONE, REFUSED, NO_MEMORY = b"D", b"E", b"M"  # kinds of answers; a kind of work may have more
+BEGUN = b"B"
 
 
 def answer_frames(answer: Callable[[bytes], tuple[bytes, bytes]]) -> None:
@@ -34,6 +36,7 @@ def answer_frames(answer: Callable[[bytes], tuple[bytes, bytes]]) -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while (frame := _read(source)) is not None:
+        _write(sink, BEGUN, b"")
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process: it has no handler
         try:
             kind, text = answer(frame)
@@ -41,8 +44,7 @@ def answer_frames(answer: Callable[[bytes], tuple[bytes, bytes]]) -> None:
             kind, text = NO_MEMORY, b""
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        sink.write(struct.pack(">I", len(text) + 1) + kind + text)
-        sink.flush()
+        _write(sink, kind, text)
         if kind == NO_MEMORY:
             return
 
@@ -60,6 +62,11 @@ def _limit(memory_bytes: int) -> None:
         (resource.RLIMIT_FSIZE, 0),
     ):
         resource.setrlimit(limit, (value, value))
+
+
+def _write(sink: BinaryIO, kind: bytes, text: bytes) -> None:
+    sink.write(struct.pack(">I", len(text) + 1) + kind + text)
+    sink.flush()
 
 
 def _read(source: BinaryIO) -> bytes | None:

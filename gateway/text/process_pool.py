@@ -1,8 +1,12 @@
 """Untrusted work in processes with limits: work that takes too much CPU time, wall time or memory is ended and refused,
 and its process replaced. `RenderPool` renders chat templates here; `gateway.requests.constraints` checks constraints.
 
-Processes are started on demand. No key (a template, a tenant) may have all of them at a time, so that other keys always
-find a free one. Must not know tokens, models or gRPC.
+A process tells that it begins, so that work is not blamed for one that had ended before, whoever ended it; another one
+is asked then. With the system short of memory, one that has begun may be ended by the kernel for others' sake: only
+work that ends two is refused.
+
+Processes are started when they are needed. One key (a template, a tenant) has less than all of them at a time, so that
+another one always finds one that is free. Must not know tokens, models or gRPC.
 """
 
 import asyncio
@@ -21,7 +25,7 @@ import structlog
 from octavo.gateway.config import ProcessLimits
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
-from octavo.gateway.text.process_child import DONE, NO_MEMORY, REFUSED
+from octavo.gateway.text.process_child import BEGUN, DONE, NO_MEMORY, REFUSED
 from octavo.gateway.text.render_child import KNOWN_TEMPLATES, TOO_LONG
 from octavo.gateway.text.service import FairQueue, Share
 
@@ -29,6 +33,8 @@ log = structlog.get_logger(__name__)
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "HOME")  # no secrets for foreign code
 _NO_TENANT = Share()
 _END_S = 5.0
+_MAX_ENDED = 2  # processes that end by themselves with one work: it is their end
+_MAX_LOST = 3  # processes that end before they begin on one work: there are none to be had
 
 
 class Stopped(Exception):
@@ -39,6 +45,14 @@ class Stopped(Exception):
         super().__init__(reason)
         self.reason = reason
         self.exit_code = exit_code
+
+
+class _NotBegun(Exception):
+    """The process ended, or was ended, before it began on the work. reason: as Stopped has it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Work(Protocol):
@@ -160,11 +174,27 @@ class ProcessPool:
 
     async def _serve(self, job: _Job, child: _Child | None) -> None:
         key = job.work.key
+        num_ended = num_lost = 0
         try:
-            child = child or await self._new_child()
-            answer = await self._ask(child, job.work)
-            if not job.result.done():
-                job.result.set_result(answer)
+            while not job.result.done():
+                child = child or await self._new_child()
+                try:
+                    answer = await self._ask(child, job.work)
+                except _NotBegun as lost:
+                    num_lost += 1
+                    log.warning("process_lost", task=self._task, reason=lost.reason)
+                    if num_lost == _MAX_LOST:
+                        raise TextQueueFull(f"no process to {self._task} began with it") from None
+                except Stopped as stopped:
+                    num_ended += 1
+                    if stopped.exit_code is None or num_ended == _MAX_ENDED:
+                        raise
+                    log.warning("process_lost", task=self._task, reason=stopped.reason)
+                else:
+                    if not job.result.done():
+                        job.result.set_result(answer)
+                    return
+                child = None
         except (Stopped, TextQueueFull) as error:
             if not job.result.done():
                 job.result.set_exception(error)
@@ -206,12 +236,20 @@ class ProcessPool:
         return _Child(process)
 
     async def _ask(self, child: _Child, work: Work) -> tuple[bytes, str]:
-        """Raises Stopped; the process that did not answer has been ended by then."""
+        """Raises _NotBegun, Stopped; a process that did not answer is gone then."""
+        has_begun = False
         try:
             async with asyncio.timeout(self._limits.wall_s):
-                kind, text = await self._exchange(child, work.frame(child.known))
+                await _send(child, work.frame(child.known))
+                kind, _ = await _receive(child)
+            assert kind == BEGUN
+            has_begun = True
+            async with asyncio.timeout(self._limits.wall_s):
+                kind, text = await _receive(child)
         except TimeoutError:
             await _kill(child)
+            if not has_begun:
+                raise _NotBegun(f"did not begin within {self._limits.wall_s:g} s") from None
             raise Stopped(f"took more than {self._limits.wall_s:g} s") from None
         except (OSError, asyncio.IncompleteReadError):  # it closed its end of a pipe: it is exiting, or misbehaves
             with contextlib.suppress(TimeoutError):
@@ -219,6 +257,8 @@ class ProcessPool:
                     await child.process.wait()
             await _kill(child)
             exit_code = child.process.returncode
+            if not has_begun:
+                raise _NotBegun(f"ended before it began ({exit_code})") from None
             if exit_code == -signal.SIGPROF:
                 raise Stopped(f"took more than {self._limits.cpu_s:g} s of CPU time") from None
             raise Stopped(f"ended its process ({exit_code})", exit_code=exit_code) from None
@@ -227,18 +267,22 @@ class ProcessPool:
             raise Stopped(f"took more than {self._limits.memory_bytes >> 20} MiB of memory")
         return kind, text
 
-    @staticmethod
-    async def _exchange(child: _Child, frame: bytes) -> tuple[bytes, str]:
-        source, sink = child.process.stdout, child.process.stdin
-        assert source is not None
-        assert sink is not None
-        if sink.is_closing():  # uvloop has no OSError for it
-            raise BrokenPipeError
-        sink.write(struct.pack(">I", len(frame)) + frame)
-        await sink.drain()
-        (length,) = struct.unpack(">I", await source.readexactly(4))
-        answer = await source.readexactly(length)
-        return answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+
+async def _send(child: _Child, frame: bytes) -> None:
+    sink = child.process.stdin
+    assert sink is not None
+    if sink.is_closing():  # uvloop has no OSError for it
+        raise BrokenPipeError
+    sink.write(struct.pack(">I", len(frame)) + frame)
+    await sink.drain()
+
+
+async def _receive(child: _Child) -> tuple[bytes, str]:
+    source = child.process.stdout
+    assert source is not None
+    (length,) = struct.unpack(">I", await source.readexactly(4))
+    answer = await source.readexactly(length)
+    return answer[:1], answer[1:].decode("utf-8", "surrogatepass")
 
 
 async def _kill(child: _Child) -> None:

@@ -152,14 +152,26 @@ async def test_a_tenant_whose_checks_take_for_ever_leaves_a_process_to_others() 
         assert len(check_processes()) == 3
 
 
-async def test_a_process_that_dies_with_a_constraint_is_that_constraints_end() -> None:
+async def test_two_processes_that_die_with_a_constraint_are_that_constraints_end() -> None:
     async with checking(cpu_s=600.0) as checker:
         attack = check(checker, hostile_request())
-        await until(lambda: any(each.cpu_times().user > 0.3 for each in check_processes()))
-        os.kill(check_processes()[0].pid, signal.SIGSEGV)
+        killed = set[int]()
+        for _ in range(2):
+            await until(lambda: any(e.cpu_times().user > 0.3 for e in check_processes() if e.pid not in killed))
+            (child,) = (each for each in check_processes() if each.pid not in killed)
+            os.kill(child.pid, signal.SIGSEGV)
+            killed.add(child.pid)
         with pytest.raises(InvalidRequest, match=r"ended its process \(-11\) to check"):
             await attack
         assert await check(checker, schema_request(ORDER)) is not None
+
+
+async def test_processes_that_die_between_constraints_are_nobodys_end() -> None:
+    async with checking() as checker:
+        for number in range(3):
+            assert await check(checker, schema_request(ORDER | {"title": str(number)})) is not None
+            for each in check_processes():
+                each.kill()
 
 
 async def test_a_defect_of_the_check_is_no_mistake_of_the_caller() -> None:

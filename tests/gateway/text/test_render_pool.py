@@ -26,7 +26,6 @@ from octavo.gateway.text.process_pool import (
     ProcessLimits,
     ProcessPool,
     RenderPool,
-    Stopped,
     chat_json,
 )
 from octavo.gateway.text.service import Share
@@ -154,35 +153,108 @@ async def test_an_attack_that_runs_does_not_keep_another_model_waiting() -> None
             each.cancel()
 
 
-async def test_a_process_that_stands_still_is_given_up_and_replaced() -> None:
-    async with pool(wall_s=0.2) as renders:
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "render_child" in " ".join(each.cmdline())]
+
+
+async def test_a_process_that_stands_still_in_its_work_is_ended_and_the_work_refused() -> None:
+    async with pool(wall_s=3.0) as renders:
+        attack = asyncio.create_task(render(renders, ChatTemplate(LOOPS, {})))
+        await until(lambda: any(each.cpu_times().user > 0.3 for each in children()))
+        children()[0].suspend()
+        with pytest.raises(TemplateError, match=r"took more than 3 s on these messages"):
+            await attack
+        assert await render(renders, GOOD) == GOOD_TEXT
+
+
+async def test_a_chat_is_asked_of_another_process_where_the_first_one_stands_still_before_it() -> None:
+    async with pool(wall_s=3.0) as renders:
         await renders.start()
         await until(lambda: renders.pids)
+        os.kill(renders.pids[0], signal.SIGSTOP)
+        assert await render(renders, GOOD) == GOOD_TEXT
+
+
+async def test_a_chat_is_asked_of_another_process_where_idle_ones_were_killed() -> None:
+    async with pool() as renders:
+        for _ in range(3):
+            assert await render(renders, GOOD) == GOOD_TEXT
+            os.kill(renders.pids[0], signal.SIGKILL)
+            assert await render(renders, GOOD) == GOOD_TEXT
+            os.kill(renders.pids[0], signal.SIGKILL)
+            await asyncio.sleep(0.1)  # its pipes are known to be closed then
+        assert set(await asyncio.gather(render(renders, GOOD), render(renders, GOOD))) == {GOOD_TEXT}
+
+
+async def test_a_chat_is_asked_of_another_process_where_one_is_killed_while_it_is_written() -> None:
+    """It stands still with a pipe that is full."""
+    chat = ChatInput(messages=[{"role": "user", "content": "x" * 500_000}])
+    async with pool() as renders:
+        expected = await render(renders, GOOD, chat)
         (pid,) = renders.pids
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(TemplateError, match=r"took more than 0\.2 s on these messages"):
-            await render(renders, GOOD)
-    async with pool() as renders:
-        assert await render(renders, GOOD) == GOOD_TEXT
-        (pid,) = renders.pids
+        rendering = asyncio.create_task(render(renders, GOOD, chat))
+        await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        results = [await asyncio.gather(render(renders, GOOD), return_exceptions=True) for _ in range(3)]
-        assert results[-1] == [GOOD_TEXT]
+        assert await rendering == expected
 
 
-def test_a_process_that_has_ended_by_itself_is_told_as_such_by_uvloop_too() -> None:
+async def test_a_chat_is_asked_of_another_process_where_one_is_killed_before_it_has_read_it() -> None:
+    async with pool() as renders:
+        await render(renders, GOOD)
+        (pid,) = renders.pids
+        os.kill(pid, signal.SIGSTOP)
+        rendering = asyncio.create_task(render(renders, GOOD))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        assert await rendering == GOOD_TEXT
+
+
+async def test_one_process_that_ends_in_a_chat_may_be_nobodys_fault_and_a_second_is_the_chats() -> None:
+    """The first may be the kernel's choice where memory is short."""
+    async with pool() as renders:
+        attack = asyncio.create_task(render(renders, ChatTemplate(LOOPS, {}, name="chat_template.jinja")))
+        killed = set[int]()
+        for _ in range(2):
+            await until(lambda: any(each.cpu_times().user > 0.3 for each in children() if each.pid not in killed))
+            assert not attack.done()
+            (child,) = (each for each in children() if each.pid not in killed)
+            child.kill()
+            killed.add(child.pid)
+        with pytest.raises(TemplateError, match=r"\(chat_template.jinja\) ended its process \(-9\) on these messages"):
+            await attack
+        assert await render(renders, GOOD) == GOOD_TEXT
+
+
+async def test_a_chat_that_nobody_waits_for_is_asked_of_no_second_process() -> None:
+    async with pool() as renders:
+        attack = asyncio.create_task(render(renders, ChatTemplate(LOOPS, {})))
+        await until(lambda: any(each.cpu_times().user > 0.3 for each in children()))
+        attack.cancel()
+        children()[0].kill()
+        await until(lambda: renders.pids)
+        assert [each.pid for each in children()] == list(renders.pids)
+
+
+async def test_processes_that_end_before_they_begin_are_told_as_a_lack_of_them() -> None:
+    processes = ProcessPool("octavo.no_such_module", ProcessLimits(), task="try")
+    work = Mock(key="", num_bytes=2, frame=lambda known: b"{}")
+    with pytest.raises(TextQueueFull, match="no process to try began with it"):
+        await processes.run(work, share=Share())
+    await processes.close()
+
+
+def test_a_process_that_has_ended_is_replaced_with_uvloop_too() -> None:
     """Its transport is closed then, and raises what no pipe raises."""
     uvloop = pytest.importorskip("uvloop")
 
     async def work() -> None:
-        pool = ProcessPool("octavo.gateway.text.render_child", ProcessLimits(), task="try")
-        child = await pool._new_child()
-        child.process.kill()
-        await child.process.wait()
-        with pytest.raises(Stopped) as caught:
-            await pool._ask(child, Mock(frame=lambda known: b"{}"))
-        assert caught.value.exit_code == -signal.SIGKILL
-        await pool.close()
+        async with pool() as renders:
+            for delay_s in (0.0, 0.1):
+                await render(renders, GOOD)
+                os.kill(renders.pids[0], signal.SIGKILL)
+                await asyncio.sleep(delay_s)
+                assert await render(renders, GOOD) == GOOD_TEXT
 
     uvloop.run(work())
 
@@ -201,13 +273,13 @@ async def test_closing_leaves_no_process_and_nobody_waiting() -> None:
     renders = RenderPool(ProcessLimits(cpu_s=60.0))
     attack = asyncio.create_task(render(renders, ChatTemplate(LOOPS, {})))
     assert await render(renders, GOOD) == GOOD_TEXT
-    children = [child for child in psutil.Process().children() if "render_child" in " ".join(child.cmdline())]
-    assert len(children) == 2
+    mine = children()
+    assert len(mine) == 2
     await renders.close()
     await renders.close()
     with pytest.raises(asyncio.CancelledError):
         await attack
-    assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children] == [False, False]
+    assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in mine] == [False, False]
 
 
 def test_nothing_is_left_when_its_parent_is_killed() -> None:
@@ -227,12 +299,12 @@ asyncio.run(main())
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    children = psutil.Process(process.pid).children()
-    assert len(children) == 2
+    left = psutil.Process(process.pid).children()
+    assert len(left) == 2
     process.kill()
     process.wait(30)
     process.stdout.close()
-    gone, alive = psutil.wait_procs(children, timeout=30)
+    gone, alive = psutil.wait_procs(left, timeout=30)
     assert (len(gone), alive) == (2, [])
 
 
