@@ -127,8 +127,9 @@ def sampling_of_output(sampling: SamplingParams, index: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=seed, num_prompt_logprobs=None)
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What gateways need to know of a worker's model."""
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a gateway must know of a worker's model. Defaults are left out: an older gateway takes a card that says
+    nothing new."""
 
     name: str
     fingerprint: str
@@ -140,6 +141,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     default_sampling: dict[str, float]  # from generation_config.json, by SamplingParams' names
     tokenizer_digest: str  # SHA-256 hex over the bundle's files, in name order
     tensor_parallel_size: int = 1  # ranks that have a part of the model each
+    kv_cache_dtype: str = "auto"  # "fp8"; auto: the dtype above
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,6 +236,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_prefill_tokens: Total = 0  # since the start, as all below
     num_generated_tokens: Total = 0
     num_preemptions: Total = 0
+    num_queried_tokens: Total = 0  # of prompts that got blocks
+    num_hit_tokens: Total = 0  # of them, found in the prefix cache
 
 
 class StepOutput(Message, frozen=True, kw_only=True):

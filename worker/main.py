@@ -175,7 +175,7 @@ def _assemble(
     link.on_refused = shutdown.refuse
     registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: tuple(link.welcomed.values())))
     cache = CacheInfo(
-        dtype=config.kv_cache_dtype or "auto",
+        dtype=loaded.card.kv_cache_dtype,
         has_prefix_cache=config.prefix_cache is PrefixCacheMode.ON,
         host_bytes=loaded.host_bytes,
         is_host_pinned=loaded.is_host_pinned,

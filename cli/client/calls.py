@@ -84,12 +84,13 @@ def show_models(settings: CallSettings, *, as_json: bool) -> int:
             print(json.dumps(_fields(model)))  # noqa: T201
         return 0
     table = Table()
-    for title in ("model", "dtype", "max tokens", "workers", "KV tokens", "fingerprint"):
+    for title in ("model", "dtype", "cache", "max tokens", "workers", "KV tokens", "fingerprint"):
         table.add_column(title, overflow="fold")
     for model in models:
         table.add_row(
             escape(model.name),
             model.dtype,
+            model.kv_cache_dtype or "-",
             f"{model.max_model_len:,}",
             str(model.num_workers),
             f"{model.kv_capacity_tokens:,}",

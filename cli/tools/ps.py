@@ -35,19 +35,18 @@ _CONDITIONS = {
     load_pb2.WORKER_CONDITION_LOST: "down",
 }
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-HEADS = ("service", "address", "process", "pid", "model", "ranks", "state", "requests", "kv", "uptime")
+HEADS = ("service", "address", "process", "pid", "model", "ranks", "state", "requests", "kv", "hits", "uptime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
     """One process of a service; figures are None if unknown.
 
-    state: ready, loading (answers nobody yet), waiting (for a gateway to accept it, or for a host), draining, down (not
-      running now).
-    requests: a gateway's in flight; a worker's running or queued.
-    kv_usage: of its blocks, 0 to 1.
-    ranks: of a tensor-parallel worker.
-    address: where callers reach a gateway on another host, of which nothing else is known here.
+    state: ready, loading (it answers nobody yet), waiting (for a gateway to take it, or for a host), draining,
+    down (not running now).
+    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. cache_hit_rate: of
+    its prompts' tokens since its start, 0 to 1; None before the first. ranks: of a worker, tensor-parallel. address:
+    where callers reach a gateway of another host, of which nothing else is known here.
     """
 
     name: str
@@ -60,6 +59,7 @@ class ProcessState:
     uptime_s: float | None = None
     requests: int | None = None
     kv_usage: float | None = None
+    cache_hit_rate: float | None = None
     ranks: int | None = None
 
 
@@ -122,6 +122,7 @@ def _of_snapshot(address: str, snapshot: load_pb2.WatchLoadResponse) -> ServiceS
             model=worker.model,
             requests=worker.num_running + worker.num_waiting + worker.num_paused,
             kv_usage=worker.blocks.num_active / max(1, worker.blocks.num_blocks),
+            cache_hit_rate=_share(worker.num_hit_tokens, worker.num_queried_tokens),
             ranks=worker.tensor_parallel_size or None,
         )
         for worker in snapshot.workers
@@ -212,6 +213,9 @@ def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
         uptime_s=None if pid is None else _uptime_s(pid),
         requests=_count(samples, *(counted if is_worker else ("octavo_gateway_requests",))),
         kv_usage=_total(samples, "octavo_kv_cache_usage_ratio") if is_worker else None,
+        cache_hit_rate=_share(
+            _total(samples, "octavo_prefix_cache_hits_total"), _total(samples, "octavo_prefix_cache_queries_total")
+        ),
         ranks=_count(samples, "octavo_tensor_parallel_size") if is_worker else None,
     )
 
@@ -257,6 +261,10 @@ def _total(samples: Samples, name: str) -> float | None:
     return sum(value for _, value in samples[name]) if name in samples else None
 
 
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
 def _count(samples: Samples, *names: str) -> int | None:
     found = [_total(samples, name) for name in names if name in samples]
     return int(sum(value or 0 for value in found)) if found else None
@@ -281,10 +289,9 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
     """The service, then its processes: one row each, with a cell for each of HEADS."""
     pid, uptime = _shown(service.pid), shown_duration(service.uptime_s)
     rows: list[tuple[str, ...]] = [
-        (pid, service.address, "-", pid, "-", "-", service.state, _shown(service.requests), "-", uptime)
+        (pid, service.address, "-", pid, "-", "-", service.state, _shown(service.requests), "-", "-", uptime)
     ]
     for each in service.processes:
-        usage = "-" if each.kv_usage is None else f"{each.kv_usage:.0%}"
         what = (each.name, _shown(each.pid), each.model or "-", _shown(each.ranks), each.state)
         nowhere = each.role == Role.GATEWAY.value and each.state == "waiting"  # it has no host yet
         rows.append(
@@ -293,7 +300,8 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
                 each.url or each.address or ("-" if nowhere else service.address),
                 *what,
                 _shown(each.requests),
-                usage,
+                _shown_share(each.kv_usage),
+                _shown_share(each.cache_hit_rate),
                 shown_duration(each.uptime_s),
             )
         )
@@ -311,6 +319,10 @@ def shown_duration(seconds: float | None) -> str:
 
 def _shown(number: int | None) -> str:
     return "-" if number is None else str(number)
+
+
+def _shown_share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

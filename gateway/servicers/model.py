@@ -79,6 +79,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             server_version=VERSION,
             limits=self._limits(workers),
             tensor_parallel_size=card.tensor_parallel_size,
+            kv_cache_dtype=card.kv_cache_dtype,
         )
 
     def _limits(self, workers: list[WorkerView]) -> model_pb2.RequestLimits:

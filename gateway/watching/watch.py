@@ -376,6 +376,9 @@ def _known(view: WorkerView) -> pb.WorkerSnapshot:
         num_steps=view.num_steps,
         num_preemptions=view.num_preemptions,
         tensor_parallel_size=view.card.tensor_parallel_size,
+        kv_cache_dtype=view.card.kv_cache_dtype,
+        num_queried_tokens=view.num_queried_tokens,
+        num_hit_tokens=view.num_hit_tokens,
     )
 
 

@@ -49,6 +49,8 @@ class WorkerRecord:
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
     is_watched: bool = False  # its process is watched: silence is then a stall, not a death
     is_full: bool = False  # it refused an output for want of room, and has not reported room since
 
@@ -87,6 +89,7 @@ class WorkerRecord:
         self.num_prefill_tokens = beat.num_prefill_tokens
         self.num_generated_tokens = beat.num_generated_tokens
         self.num_preemptions = beat.num_preemptions
+        self.num_queried_tokens, self.num_hit_tokens = beat.num_queried_tokens, beat.num_hit_tokens
         self.is_full = self.is_full and self.num_requests >= self.max_requests
 
     def take_step(self, now_s: float) -> None:
@@ -134,6 +137,8 @@ class WorkerRecord:
             num_prefill_tokens=self.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens,
             num_preemptions=self.num_preemptions,
+            num_queried_tokens=self.num_queried_tokens,
+            num_hit_tokens=self.num_hit_tokens,
         )
 
 

@@ -81,6 +81,8 @@ class WorkerView:
     num_prefill_tokens: int = 0  # since its start, as all below
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
     cached_tokens: int = 0  # of the prompt for which it was chosen
 
     @property

@@ -103,6 +103,7 @@ def load_torch(
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=scheduler.max_model_len,
             tensor_parallel_size=ranks.size,
+            kv_cache_dtype=config.kv_cache_dtype or "auto",
         ),
         tokenizer_files=described.files,
         fingerprint=fingerprint,

@@ -66,7 +66,14 @@ class Described:
     notes: tuple[str, ...] = ()
 
     def card(
-        self, *, name: str, fingerprint: str, dtype: str, max_model_len: int, tensor_parallel_size: int = 1
+        self,
+        *,
+        name: str,
+        fingerprint: str,
+        dtype: str,
+        max_model_len: int,
+        tensor_parallel_size: int = 1,
+        kv_cache_dtype: str = "auto",
     ) -> ModelCard:
         """The card under the name that it is served by."""
         return ModelCard(
@@ -80,6 +87,7 @@ class Described:
             default_sampling=self.default_sampling,
             tokenizer_digest=bundle_digest(self.files),
             tensor_parallel_size=tensor_parallel_size,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
 

@@ -123,4 +123,6 @@ def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:
         num_prefill_tokens=stats.num_prefill_tokens,
         num_generated_tokens=stats.num_generated_tokens,
         num_preemptions=stats.num_preemptions,
+        num_queried_tokens=stats.num_queried_tokens,
+        num_hit_tokens=stats.num_hit_tokens,
     )

@@ -68,7 +68,7 @@ def model_info(card: ModelCard, workers: Sequence[WorkerView], *, has_text: bool
     )
     extra = struct_pb2.Struct()
     extra.update({"fingerprint": card.fingerprint, "architecture": card.architecture, "dtype": card.dtype})
-    extra.update({"tensor_parallel_size": card.tensor_parallel_size})
+    extra.update({"tensor_parallel_size": card.tensor_parallel_size, "kv_cache_dtype": card.kv_cache_dtype})
     room = max((each.capacity.max_num_seqs + each.capacity.max_waiting for each in workers), default=MAX_OUTPUTS)
     return oe.ModelInfo(
         model_id=card.name,

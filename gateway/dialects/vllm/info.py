@@ -67,7 +67,7 @@ def server_info(
         uptime_seconds=uptime_s,
         server_type=SERVER_TYPE,
         data_parallel_size=1,
-        kv_cache_dtype="auto",
+        kv_cache_dtype=ready[0].card.kv_cache_dtype if ready else "auto",
         block_size=ready[0].capacity.block_size if ready else 0,
         model_dtype=ready[0].card.dtype if ready else "",
         max_num_seqs=sum(worker.capacity.max_num_seqs for worker in ready),
@@ -82,6 +82,7 @@ def loads(workers: Sequence[WorkerView], *, tokens_per_s: float) -> vllm.GetLoad
     total = sum(each.capacity.num_blocks * each.capacity.block_size for each in workers)
     used = sum(_used_tokens(each) for each in workers)
     max_running = sum(each.capacity.max_num_seqs for each in workers)
+    queried, hit = sum(each.num_queried_tokens for each in workers), sum(each.num_hit_tokens for each in workers)
     load = vllm.SchedulerLoad(
         dp_rank=0,
         num_running_reqs=running,
@@ -91,6 +92,7 @@ def loads(workers: Sequence[WorkerView], *, tokens_per_s: float) -> vllm.GetLoad
         max_total_num_tokens=min(total, _INT32_MAX),
         token_usage=used / total if total else 0.0,
         gen_throughput=tokens_per_s,
+        cache_hit_rate=min(1.0, hit / queried) if queried else 0.0,
         utilization=running / max_running if max_running else 0.0,
         max_running_requests=max_running,
     )

@@ -569,6 +569,9 @@ class WorkerSnapshot(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_MAP_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    NUM_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     epoch: _builtins.str
@@ -601,6 +604,12 @@ class WorkerSnapshot(_message.Message):
     """Outputs that gave up their blocks to others since its start."""
     tensor_parallel_size: _builtins.int
     """Its tensor-parallel ranks; 1 for a worker of one device."""
+    kv_cache_dtype: _builtins.str
+    """Type of its keys and values: fp8, or auto for that of activations."""
+    num_queried_tokens: _builtins.int
+    """Tokens of prompts that got blocks since its start, those of preempted requests again."""
+    num_hit_tokens: _builtins.int
+    """Of these, those that were found in its prefix cache."""
     @_builtins.property
     def blocks(self) -> Global___KvBlocks:
         """Its blocks."""
@@ -642,10 +651,13 @@ class WorkerSnapshot(_message.Message):
         host_blocks: Global___HostKvBlocks | None = ...,
         host_block_map: Global___HostBlockMap | None = ...,
         tensor_parallel_size: _builtins.int = ...,
+        kv_cache_dtype: _builtins.str = ...,
+        num_queried_tokens: _builtins.int = ...,
+        num_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "blocks", b"blocks", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_map", b"block_map", "block_size", b"block_size", "blocks", b"blocks", "condition", b"condition", "epoch", b"epoch", "generation_tokens_per_s", b"generation_tokens_per_s", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_paused", b"num_paused", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "steps_per_s", b"steps_per_s", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_map", b"block_map", "block_size", b"block_size", "blocks", b"blocks", "condition", b"condition", "epoch", b"epoch", "generation_tokens_per_s", b"generation_tokens_per_s", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks", "kv_cache_dtype", b"kv_cache_dtype", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_hit_tokens", b"num_hit_tokens", "num_paused", b"num_paused", "num_preemptions", b"num_preemptions", "num_queried_tokens", b"num_queried_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "steps_per_s", b"steps_per_s", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

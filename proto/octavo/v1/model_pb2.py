@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import inference_pb2 as octavo_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/model.proto\x12\toctavo.v1\x1a\x19octavo/v1/inference.proto\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.octavo.v1.ModelInfo\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"7\n\x10GetModelResponse\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.octavo.v1.ModelInfo\"\xf9\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x33\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x1c\n\x14supported_parameters\x18\t \x03(\t\x12\x13\n\x0bnum_workers\x18\n \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x0b \x01(\x04\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\x12(\n\x06limits\x18\r \x01(\x0b\x32\x18.octavo.v1.RequestLimits\x12\x1c\n\x14tensor_parallel_size\x18\x0e \x01(\r\"{\n\rRequestLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x18\n\x10max_stop_strings\x18\x02 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x03 \x01(\r\x12\x1f\n\x17max_requests_per_worker\x18\x04 \x01(\r2\x9e\x01\n\x0cModelService\x12I\n\nListModels\x12\x1c.octavo.v1.ListModelsRequest\x1a\x1d.octavo.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.octavo.v1.GetModelRequest\x1a\x1b.octavo.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/model.proto\x12\toctavo.v1\x1a\x19octavo/v1/inference.proto\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.octavo.v1.ModelInfo\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"7\n\x10GetModelResponse\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.octavo.v1.ModelInfo\"\x91\x03\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x33\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x1c\n\x14supported_parameters\x18\t \x03(\t\x12\x13\n\x0bnum_workers\x18\n \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x0b \x01(\x04\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\x12(\n\x06limits\x18\r \x01(\x0b\x32\x18.octavo.v1.RequestLimits\x12\x1c\n\x14tensor_parallel_size\x18\x0e \x01(\r\x12\x16\n\x0ekv_cache_dtype\x18\x0f \x01(\t\"{\n\rRequestLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x18\n\x10max_stop_strings\x18\x02 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x03 \x01(\r\x12\x1f\n\x17max_requests_per_worker\x18\x04 \x01(\r2\x9e\x01\n\x0cModelService\x12I\n\nListModels\x12\x1c.octavo.v1.ListModelsRequest\x1a\x1d.octavo.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.octavo.v1.GetModelRequest\x1a\x1b.octavo.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,9 +41,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=178
   _globals['_GETMODELRESPONSE']._serialized_end=233
   _globals['_MODELINFO']._serialized_start=236
-  _globals['_MODELINFO']._serialized_end=613
-  _globals['_REQUESTLIMITS']._serialized_start=615
-  _globals['_REQUESTLIMITS']._serialized_end=738
-  _globals['_MODELSERVICE']._serialized_start=741
-  _globals['_MODELSERVICE']._serialized_end=899
+  _globals['_MODELINFO']._serialized_end=637
+  _globals['_REQUESTLIMITS']._serialized_start=639
+  _globals['_REQUESTLIMITS']._serialized_end=762
+  _globals['_MODELSERVICE']._serialized_start=765
+  _globals['_MODELSERVICE']._serialized_end=923
 # @@protoc_insertion_point(module_scope)

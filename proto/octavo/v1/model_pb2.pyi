@@ -126,6 +126,7 @@ class ModelInfo(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that requests use."""
     fingerprint: _builtins.str
@@ -146,6 +147,8 @@ class ModelInfo(_message.Message):
     """Version of the server."""
     tensor_parallel_size: _builtins.int
     """Tensor-parallel ranks of each of its workers: devices, or processes, that have a part of the model each; 1 for one."""
+    kv_cache_dtype: _builtins.str
+    """Type of keys and values: fp8, or auto for that of activations."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an output."""
@@ -179,10 +182,11 @@ class ModelInfo(_message.Message):
         server_version: _builtins.str = ...,
         limits: Global___RequestLimits | None = ...,
         tensor_parallel_size: _builtins.int = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_capacity_tokens", b"kv_capacity_tokens", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "num_workers", b"num_workers", "server_version", b"server_version", "supported_parameters", b"supported_parameters", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_cache_dtype", b"kv_cache_dtype", "kv_capacity_tokens", b"kv_capacity_tokens", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "num_workers", b"num_workers", "server_version", b"server_version", "supported_parameters", b"supported_parameters", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,7 +66,7 @@ def test_a_pipe_gets_a_row_for_the_service_and_each_process(service: Service) ->
     head, own, *processes = [line.split() for line in done.stdout.splitlines()]
     pid = str(service.process.pid)
     assert head == [name.upper() for name in HEADS]
-    assert own[:9] == [pid, service.target, "-", pid, "-", "-", "ready", "0", "-"]
+    assert own[:10] == [pid, service.target, "-", pid, "-", "-", "ready", "0", "-", "-"]
     assert [(row[0], row[1], row[2], *row[4:9]) for row in processes] == [
         (pid, service.target, "gateway-0", "-", "-", "ready", "0", "-"),
         (pid, service.target, "worker-0", "folio-chat", "1", "ready", "0", "0%"),
@@ -93,6 +93,7 @@ def test_requests_are_those_of_now(service: Service) -> None:
         workers = [each for each in found["processes"] if each["role"] == "worker"]
         assert sum(each["requests"] for each in workers) == 1
         assert sum(each["kv_usage"] for each in workers) > 0
+        assert [each["cache_hit_rate"] for each in workers if each["cache_hit_rate"] is not None]
         stream.cancel()
         reader.join(60)
     wait_for(lambda: listed()[0]["requests"] == 0)

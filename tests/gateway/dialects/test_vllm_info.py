@@ -87,11 +87,14 @@ async def test_health_follows_the_workers_and_the_drain(serve: Any, vllm_stub: S
 
 
 async def test_server_and_loads_are_those_of_all_workers(serve: Any, vllm_stub: Stub) -> None:
-    busy = worker_view("w1", num_running=3, num_waiting=2, num_free_blocks=10, num_cached_blocks=6)
-    async with serve(FakePool(views=[worker_view(), busy])) as served:
+    tokens = {"num_queried_tokens": 400, "num_hit_tokens": 150}
+    busy = worker_view("w1", num_running=3, num_waiting=2, num_free_blocks=10, num_cached_blocks=6, **tokens)
+    other = worker_view(card=model_card(kv_cache_dtype="fp8"), num_queried_tokens=200, num_hit_tokens=0)
+    async with serve(FakePool(views=[other, busy])) as served:
         stub = vllm_stub(served.channel)
         info = await stub.GetServerInfo(vllm.GetServerInfoRequest())
         (load,) = (await stub.GetLoads(vllm.GetLoadsRequest())).loads
+    assert info.kv_cache_dtype == "fp8"
     names = ("server_type", "block_size", "max_num_seqs", "active_requests", "is_paused", "model_dtype")
     assert fields(info, *names) == dict(zip(names, ("vllm-grpc", 16, 8, 0, False, "float32"), strict=True))
     assert info.constrained_decoding_start == "first_token"  # which shapes the calls that smg forces
@@ -102,6 +105,7 @@ async def test_server_and_loads_are_those_of_all_workers(serve: Any, vllm_stub: 
         num_used_tokens=48 * 16,
         max_total_num_tokens=128 * 16,
         token_usage=48 / 128,
+        cache_hit_rate=150 / 600,
         utilization=3 / 8,
         max_running_requests=8,
     )

@@ -325,3 +325,10 @@ def test_memory_of_the_given_up_is_bounded() -> None:
         registry.on_register(ALICE, register("w0", f"{number:032}"), 0.0)
     assert len(list(registry)) == 1
     assert len(registry._given_up) == MAX_REMEMBERED
+
+
+def test_a_worker_is_seen_with_the_figures_of_its_prefix_cache() -> None:
+    registry = ready_registry()
+    registry.on_heartbeat(beat(num_queried_tokens=90, num_hit_tokens=30), 1.0)
+    (view,) = (record.view(1.0) for record in registry)
+    assert (view.num_queried_tokens, view.num_hit_tokens) == (90, 30)

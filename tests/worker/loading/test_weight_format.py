@@ -102,6 +102,7 @@ def test_an_fp8_cache_holds_twice_the_tokens_in_the_same_bytes(runner: str) -> N
     assert sizes[0] == sizes[1] * (4 if runner == "float32" else 2)
     assert small.fingerprint != plain.fingerprint
     assert (plain.device, small.device) == ("cpu", "cpu, fp8 cache")
+    assert (plain.card.kv_cache_dtype, small.card.kv_cache_dtype) == ("auto", "fp8")
 
 
 def test_what_an_fp8_cache_cannot_be_had_with_is_refused() -> None:

@@ -36,7 +36,8 @@ def beats(router: "zmq.Socket[bytes]", count: int) -> list[object]:
 
 
 def test_it_tells_where_the_engine_stands(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
-    stats = [EngineStats(num_steps=1), EngineStats(num_steps=2, num_running=1, num_free_blocks=5, is_draining=True)]
+    figures = {"num_running": 1, "num_free_blocks": 5, "num_queried_tokens": 9, "num_hit_tokens": 4}
+    stats = [EngineStats(num_steps=1), EngineStats(num_steps=2, is_draining=True, **figures)]
     thread = HeartbeatThread(
         EPOCH,
         lambda: stats.pop(0) if len(stats) > 1 else stats[0],
@@ -44,7 +45,7 @@ def test_it_tells_where_the_engine_stands(router: "zmq.Socket[bytes]", tmp_path:
         interval_s=0.02,
     )
     thread.start()
-    second = Heartbeat(epoch=EPOCH, num_steps=2, has_work=True, num_running=1, num_free_blocks=5, is_draining=True)
+    second = Heartbeat(epoch=EPOCH, num_steps=2, has_work=True, is_draining=True, **figures)
     received = beats(router, 3)
     assert received[-1] == second
     assert all(beat in (second, Heartbeat(epoch=EPOCH, num_steps=1, has_work=False)) for beat in received)
