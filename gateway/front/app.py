@@ -27,7 +27,16 @@ from octavo.client.embeddings import EmbedFields, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.options import call_metadata
 from octavo.client.requests import generate_request
-from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect, of_one_input, refusing, room_for
+from octavo.gateway.front.calls import (
+    EMBED_BATCH,
+    Metadata,
+    Service,
+    collect,
+    of_one_input,
+    of_one_stop,
+    refusing,
+    room_for,
+)
 from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
 from octavo.gateway.front.completions import (
     EchoedPrompt,
@@ -38,7 +47,7 @@ from octavo.gateway.front.completions import (
     whole_completion,
 )
 from octavo.gateway.front.errors import ApiError, api_error
-from octavo.gateway.front.fields import B, ChatBody, CompletionBody, EmbeddingBody, inputs_of, parse
+from octavo.gateway.front.fields import B, ChatBody, CompletionBody, EmbeddingBody, GenerateBody, inputs_of, parse
 from octavo.v1 import inference_pb2, model_pb2
 
 log = structlog.get_logger(__name__)
@@ -208,6 +217,7 @@ class _Front:
         """The body; errors name fields by the words that it has. Raises ApiError."""
         body = parse(kind, await self._body(request))
         request.state.given = frozenset(body.model_fields_set)
+        request.state.has_one_stop = isinstance(body, GenerateBody) and isinstance(body.stop, str)
         return body
 
     async def _body(self, request: Request) -> bytes:
@@ -282,12 +292,16 @@ async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams:
                     yield _event(begun)
                 async for chunk in chunks:
                     yield _event(chunk)
-            yield b"data: [DONE]\n\n"
         except OctavoError as error:
             yield _event(_told(request, error).body())
+        except Exception as error:
+            yield _event(_defect(request, error).body())
         finally:
             for stream in streams:
                 stream.cancel()
+        # Behind an error as well, as vLLM has it: readers of lines wait for it. No event has a name: clients, one of
+        # Go's among them, know an error by its `data:` alone.
+        yield b"data: [DONE]\n\n"
 
     headers = {"x-request-id": heading.id, "cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
@@ -331,6 +345,8 @@ def _model(info: model_pb2.ModelInfo) -> dict[str, Any]:
 
 def _told(request: Request, error: OctavoError) -> ApiError:
     """By the caller's words."""
+    if getattr(request.state, "has_one_stop", False):
+        error = of_one_stop(error)
     prompts = getattr(request.state, "prompts", ())
     number = prompts.index(error.request_id) if error.request_id in prompts else None
     return api_error(error, getattr(request.state, "given", ()), number)
@@ -357,6 +373,10 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _on_defect(request: Request, error: Exception) -> Response:
+    told = _defect(request, error)
+    return JSONResponse(told.body(), status_code=told.status)
+
+
+def _defect(request: Request, error: Exception) -> ApiError:
     log.error("defect", path=request.url.path, exc_info=error)
-    told = ApiError(500, "something broke in the server", type="server_error", code="internal_error")
-    return JSONResponse(told.body(), status_code=500)
+    return ApiError(500, "something broke in the server", type="server_error", code="internal_error")

@@ -198,6 +198,11 @@ def of_one_input(error: OctavoError) -> OctavoError:
     return _renamed(error, lambda path: re.sub(r"^inputs\[0\](\.?)", lambda found: "" if found[1] else "inputs", path))
 
 
+def of_one_stop(error: OctavoError) -> OctavoError:
+    """The same error of a request for one stop string, which its caller put into no list."""
+    return _renamed(error, lambda path: re.sub(r"^stop\.strings\[0\]", "stop.strings", path))
+
+
 async def collect(stream: AsyncTextStream) -> list[OutputSoFar]:
     """All outputs, whole. Raises OctavoError; ends the request where its caller leaves."""
     async with stream:

@@ -19,6 +19,7 @@ from octavo.wire.messages import TokenLogprobs, WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun
 from tests.support.gateway.generating import ids_of
 
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 ENDOFTEXT, IM_START, IM_END = 0, 1, 2  # special tokens of the small tokenizer
 
 
@@ -146,6 +147,62 @@ async def test_clients_are_told_whether_to_repeat_what_failed(
             answer = await fronted.ask("/v1/completions", {"prompt": "Hello", "stream": stream})
             told = {name: answer.headers[name] for name in ("x-should-retry", "retry-after") if name in answer.headers}
             assert (answer.status, told) == (status, dict([header]))
+
+
+def fails_on_its_way(run: FakeRun) -> None:
+    run.tokens([70])
+    run.finish(WireFinishReason.ERROR, error="NUMERICAL", detail="no finite logits")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/completions", {"prompt": ["Hello", "you"], "n": 2}),
+        ("/v1/chat/completions", CHAT),
+    ],
+)
+async def test_a_stream_that_fails_on_its_way_tells_the_error_and_that_it_is_at_its_end(
+    front: Callable[..., Any], path: str, body: dict[str, Any]
+) -> None:
+    """As vLLM does: one object that begins with the error, in an event without a name, for some clients look for both;
+    then what tells every reader that nothing comes any more."""
+    async with front(FakePool(on_run=fails_on_its_way)) as fronted:
+        answer = await fronted.ask(path, body | {"stream": True})
+    assert answer.status == 200
+    *chunks, error, done = answer.events
+    assert chunks
+    assert all(each["choices"] for each in chunks)
+    told = {"message": "no finite logits", "type": "server_error", "param": None, "code": "numerical"}
+    assert (error, done) == ({"error": told}, "[DONE]")
+    assert b'data: {"error":{' in answer.body
+    assert b"event:" not in answer.body
+
+
+async def test_a_defect_on_the_way_of_a_stream_is_told_in_it(
+    front: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*args: object, **fields: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("octavo.gateway.front.completions.reason_of", breaks)
+    async with front(FakePool(on_run=lambda run: (run.tokens([70]), run.finish()))) as fronted:
+        answer = await fronted.ask("/v1/completions", {"prompt": "Hello", "stream": True})
+    *_, error, done = answer.events
+    assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
+    assert b"secret" not in answer.body
+
+
+@pytest.mark.parametrize(("stop", "param"), [("", "stop"), ([""], "stop[0]"), (["a", ""], "stop[1]")])
+async def test_a_stop_string_in_no_list_is_named_without_a_place(
+    front: Callable[..., Any], stop: object, param: str
+) -> None:
+    async with front(FakePool()) as fronted:
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", CHAT)):
+            for stream in (False, True):
+                answer = await fronted.ask(f"/v1/{path}", {**body, "stop": stop, "stream": stream})
+                assert (answer.status, answer.json["error"]["param"]) == (400, param)
+                assert answer.json["error"]["message"].startswith(f"{param}: ")
 
 
 async def test_while_a_gateway_is_gone_the_others_answer(serve: Any, tmp_path: Path) -> None:
