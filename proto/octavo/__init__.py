@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.client.blocking import Client, TextStream
     from octavo.client.errors import (
         Cancelled,
+        ClientUnusable,
         DeadlineExceeded,
         InvalidRequest,
         NotFound,
@@ -40,6 +41,7 @@ _HOMES = {
     "assistant_turn": "client.tools",
     "tool_result": "client.tools",
     "Cancelled": "client.errors",
+    "ClientUnusable": "client.errors",
     "DeadlineExceeded": "client.errors",
     "InvalidRequest": "client.errors",
     "NotFound": "client.errors",
@@ -56,6 +58,7 @@ __all__ = [
     "AsyncTextStream",
     "Cancelled",
     "Client",
+    "ClientUnusable",
     "DeadlineExceeded",
     "InvalidRequest",
     "NotFound",

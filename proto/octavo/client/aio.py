@@ -1,34 +1,18 @@
 """The client for asyncio: one object per server and event loop."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
-from octavo.client.errors import Cancelled, error_from
+from octavo.client.errors import OctavoError
 from octavo.client.events import AsyncStreamCall, TextSoFar
+from octavo.client.lifetime import LoopLifetime, needs_loop
 from octavo.client.options import call_metadata, open_aio_channel
 from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
-
-
-@contextmanager
-def _octavo_errors() -> Iterator[None]:
-    """What a call raises as an OctavoError. A call that `cancel()` or `close()` ended here raises asyncio's own
-    CancelledError, as the task does that somebody cancels: the end of the task alone passes as it is."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from(error) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise Cancelled("the call was cancelled here", code=grpc.StatusCode.CANCELLED) from None
 
 
 class AsyncTextStream(TextSoFar[AsyncStreamCall]):
@@ -39,13 +23,25 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
     `cancel()`, ends the request on the server.
     """
 
+    def __init__(self, call: AsyncStreamCall, *, num_outputs: int = 1, lifetime: LoopLifetime | None = None) -> None:
+        """lifetime: of the client that makes the call."""
+        super().__init__(call, num_outputs=num_outputs)
+        self._lifetime = lifetime or LoopLifetime()
+        self._error: OctavoError | None = None
+
     async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
-        with _octavo_errors():
-            async for response in self._call:
-                delta = self._events.take(response)
-                if delta is not None:
-                    yield delta
+        if self._error is not None:
+            raise self._error
+        try:
+            with self._lifetime.reading():
+                async for response in self._call:
+                    delta = self._events.take(response)
+                    if delta is not None:
+                        yield delta
+        except OctavoError as error:
+            self._error = error  # the call tells it once
+            raise
         self._events.end()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
@@ -84,8 +80,12 @@ class AsyncClient:
         options: Sequence[tuple[str, str | int]] = (),
     ) -> None:
         self.target = target
+        self._lifetime = LoopLifetime()
         self._metadata = call_metadata(api_key)
-        self._channel = open_aio_channel(target, credentials, options)
+        try:
+            self._channel = open_aio_channel(target, credentials, options)
+        except RuntimeError:  # there is no event loop
+            raise needs_loop() from None
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._load = load_pb2_grpc.LoadServiceStub(self._channel)
@@ -99,8 +99,9 @@ class AsyncClient:
     ) -> AsyncTextStream:
         """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request_of(request, fields)
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
+        with self._lifetime.calling():
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return AsyncTextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
 
     async def complete(
         self,
@@ -111,7 +112,7 @@ class AsyncClient:
     ) -> inference_pb2.CompleteResponse:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
-        with _octavo_errors():
+        with self._lifetime.calling():
             answer: inference_pb2.CompleteResponse = await self._inference.Complete(
                 wrapped, timeout=timeout_s, metadata=self._metadata
             )
@@ -126,7 +127,7 @@ class AsyncClient:
     ) -> inference_pb2.EmbedResponse:
         """A vector for each input: `[each.values for each in await client.embed(["a", "b"]).embeddings]`."""
         request = embed_request(inputs, **fields)
-        with _octavo_errors():
+        with self._lifetime.calling():
             answer: inference_pb2.EmbedResponse = await self._inference.Embed(
                 request, timeout=timeout_s, metadata=self._metadata
             )
@@ -136,7 +137,7 @@ class AsyncClient:
         """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
         request = inference_pb2.CancelRequest(request_id=request_id)
-        with _octavo_errors():
+        with self._lifetime.calling():
             answer: inference_pb2.CancelResponse = await self._inference.Cancel(
                 request, timeout=timeout_s, metadata=self._metadata
             )
@@ -144,7 +145,7 @@ class AsyncClient:
 
     async def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """What is served, with the limits of requests."""
-        with _octavo_errors():
+        with self._lifetime.calling():
             return list(
                 (
                     await self._models.ListModels(
@@ -171,9 +172,10 @@ class AsyncClient:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
+        with self._lifetime.calling():
+            call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with _octavo_errors():
+            with self._lifetime.reading():
                 async for snapshot in call:
                     yield snapshot
         finally:
@@ -182,20 +184,21 @@ class AsyncClient:
     async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""
         request = inference_pb2.TokenizeRequest(model=model, text=text)
-        with _octavo_errors():
+        with self._lifetime.calling():
             return list((await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        with _octavo_errors():
+        with self._lifetime.calling():
             answer: inference_pb2.DetokenizeResponse = await self._inference.Detokenize(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer.text
 
     async def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection. Calls that run raise Cancelled, later ones ClientUnusable. Idempotent."""
+        self._lifetime.is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

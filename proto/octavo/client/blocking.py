@@ -7,8 +7,8 @@ from typing import Self, Unpack
 import grpc
 
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
-from octavo.client.errors import error_from
 from octavo.client.events import StreamCall, TextSoFar
+from octavo.client.lifetime import Lifetime
 from octavo.client.options import call_metadata, open_channel
 from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
@@ -22,15 +22,18 @@ class TextStream(TextSoFar[StreamCall]):
     `cancel()`, ends the request on the server.
     """
 
+    def __init__(self, call: StreamCall, *, num_outputs: int = 1, lifetime: Lifetime | None = None) -> None:
+        """lifetime: of the client that makes the call."""
+        super().__init__(call, num_outputs=num_outputs)
+        self._lifetime = lifetime or Lifetime()
+
     def deltas(self) -> Iterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
-        try:
+        with self._lifetime.reading():
             for response in self._call:
                 delta = self._events.take(response)
                 if delta is not None:
                     yield delta
-        except grpc.RpcError as error:
-            raise error_from(error) from None
         self._events.end()
 
     def pieces(self) -> Iterator[tuple[int, str]]:
@@ -65,6 +68,7 @@ class Client:
         options: Sequence[tuple[str, str | int]] = (),
     ) -> None:
         self.target = target
+        self._lifetime = Lifetime()
         self._metadata = call_metadata(api_key)
         self._channel = open_channel(target, credentials, options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -80,8 +84,9 @@ class Client:
     ) -> TextStream:
         """Generate, as it comes: `for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request_of(request, fields)
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return TextStream(call, num_outputs=request.num_outputs or 1)
+        with self._lifetime.calling():
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return TextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
 
     def complete(
         self,
@@ -92,13 +97,11 @@ class Client:
     ) -> inference_pb2.CompleteResponse:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
-        try:
+        with self._lifetime.calling():
             answer: inference_pb2.CompleteResponse = self._inference.Complete(
                 wrapped, timeout=timeout_s, metadata=self._metadata
             )
             return answer
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def embed(
         self,
@@ -109,36 +112,30 @@ class Client:
     ) -> inference_pb2.EmbedResponse:
         """A vector for each input: `[each.values for each in client.embed(["a", "b"]).embeddings]`."""
         request = embed_request(inputs, **fields)
-        try:
+        with self._lifetime.calling():
             answer: inference_pb2.EmbedResponse = self._inference.Embed(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
         """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
         request = inference_pb2.CancelRequest(request_id=request_id)
-        try:
+        with self._lifetime.calling():
             answer: inference_pb2.CancelResponse = self._inference.Cancel(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """What is served, with the limits of requests."""
-        try:
+        with self._lifetime.calling():
             return list(
                 self._models.ListModels(
                     model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
                 ).models
             )
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def watch_load(
         self,
@@ -158,35 +155,32 @@ class Client:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
+        with self._lifetime.calling():
+            call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            yield from call
-        except grpc.RpcError as error:
-            raise error_from(error) from None
+            with self._lifetime.reading():
+                yield from call
         finally:
             call.cancel()
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""
         request = inference_pb2.TokenizeRequest(model=model, text=text)
-        try:
+        with self._lifetime.calling():
             return list(self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids)
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        try:
+        with self._lifetime.calling():
             answer: inference_pb2.DetokenizeResponse = self._inference.Detokenize(
                 request, timeout=timeout_s, metadata=self._metadata
             )
             return answer.text
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection. Calls that run raise Cancelled, later ones ClientUnusable. Idempotent."""
+        self._lifetime.is_closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:

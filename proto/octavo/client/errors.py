@@ -94,6 +94,10 @@ class Cancelled(OctavoError):
     """The caller or an operator ended the request."""
 
 
+class ClientUnusable(OctavoError):
+    """The client makes no calls: it is closed, or its event loop has ended or is another one. Make another client."""
+
+
 class ServerFault(OctavoError):
     """Something broke in the server."""
 
