@@ -194,7 +194,7 @@ class CountingSink:
         """Terminal."""
         self.done.set_exception(RuntimeError(f"{reason}: {detail}"))
 
-    def on_moved(self, worker_id: str, lost_s: float) -> None:
+    def on_moved(self, worker_id: str, lost_s: float, moved_s: float) -> None:
         """Never."""
 
 

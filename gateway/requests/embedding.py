@@ -89,10 +89,10 @@ class VectorSink:
         """The worker is gone."""
         self._fail(from_reason(reason, detail))
 
-    def on_moved(self, worker_id: str, lost_s: float) -> None:
-        """Another worker, or the same one after a restart, computes it now."""
+    def on_moved(self, worker_id: str, lost_s: float, moved_s: float) -> None:
+        """Another worker computes it, or its own after a restart."""
         self.worker_id = worker_id
-        self.moves.append(Move(worker_id, lost_s, time.monotonic()))
+        self.moves.append(Move(worker_id, lost_s, moved_s))
 
     def _fail(self, error: RequestError) -> None:
         if not self.outcome.done():
@@ -256,6 +256,7 @@ class Embedder:
         check_same(card, worker)
         check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
         sink = VectorSink(worker.worker_id, on_started=started)
+        sent_s = time.monotonic()
         self._pool.submit(worker, run, [sink])
         preparing.model = card.name
         meters = self._meters.of_model(card.name)
@@ -263,7 +264,7 @@ class Embedder:
         meters.prompt_tokens += num_tokens
         if (tenant := scope.caller.tenant) is not None:
             self._meters.of_tenant(tenant).prompt_tokens += num_tokens
-        return SentInput(handle=run.handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+        return SentInput(handle=run.handle, sent_s=sent_s, num_prompt_tokens=num_tokens, sink=sink)
 
 
 def normalized(vector_D: np.ndarray) -> np.ndarray:

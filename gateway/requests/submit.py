@@ -175,6 +175,7 @@ class Submitter:
         run, notifier = self._run(prepared, worker, scope, salt), Notifier()
         streams = [self._stream(index, prepared, scope, notifier) for index in range(len(prepared.outputs))]
         self._tracker.reserve(scope, prepared.num_prompt_tokens + len(streams) * run.sampling.max_tokens)
+        sent_s = time.monotonic()  # before: the worker may have begun by the time that this task goes on
         self._pool.submit(worker, run, streams)
         meters, tells_prompt = self._meters.of_model(worker.card.name), prepared.request.output.return_prompt
         tenant = scope.caller.tenant
@@ -184,7 +185,7 @@ class Submitter:
             outputs=tuple(zip((run.handle, *run.fork_handles), streams, strict=True)),
             sampling=run.sampling,
             num_prompt_tokens=prepared.num_prompt_tokens,
-            sent_s=time.monotonic(),
+            sent_s=sent_s,
             task=current_task(),
             meters=meters,
             tenant_meters=None if tenant is None else self._meters.of_tenant(tenant),

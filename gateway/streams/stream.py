@@ -291,10 +291,10 @@ class OutputStream:
             self.error, self.state = from_reason(str(reason), detail), StreamState.FAILED
         self.notifier.notify()
 
-    def on_moved(self, worker_id: str, lost_s: float) -> None:
+    def on_moved(self, worker_id: str, lost_s: float, moved_s: float) -> None:
         """Another worker continues it, or its own after a restart."""
         self.worker_id = worker_id
-        self.moves.append(Move(worker_id, lost_s, time.monotonic()))
+        self.moves.append(Move(worker_id, lost_s, moved_s))
         if self._on_moved_to is not None:
             self._on_moved_to(worker_id)
 

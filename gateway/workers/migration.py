@@ -315,8 +315,9 @@ class Migration:
     def _move(self, output: Output, record: WorkerRecord) -> bool:
         # Detached until it is sent: if the connection turns out to be gone, this output is not lost with it.
         self._outputs.rename(output)
+        moved_s = time.monotonic()
         try:
-            self._send(record, resumed(output, time.monotonic()), output)
+            self._send(record, resumed(output, moved_s), output)
         except (WorkerBusy, WorkerGone):
             return False
         _, _, lost_s = self._lost.pop(output)
@@ -325,7 +326,7 @@ class Migration:
         self._stats.moved_outputs += 1
         self._registry.opened(record, time.monotonic())
         log.info("output_moved", **output.log_fields, worker_id=record.worker_id, tokens=output.num_tokens)
-        output.sink.on_moved(record.worker_id, lost_s)
+        output.sink.on_moved(record.worker_id, lost_s, moved_s)
         return True
 
     def _expire(self, now_s: float) -> None:

@@ -34,8 +34,9 @@ class OutputSink(Protocol):
     def on_lost(self, reason: str, detail: str) -> None:
         """Terminal; reason: a LostReason."""
 
-    def on_moved(self, worker_id: str, lost_s: float) -> None:
-        """Another worker continues it, or its own after a restart. lost_s: monotonic, when it lost its worker."""
+    def on_moved(self, worker_id: str, lost_s: float, moved_s: float) -> None:
+        """Another worker goes on with it, or its own after a restart. Monotonic: lost_s, since when it had none;
+        moved_s, before it was sent there."""
 
 
 class PromptSink(Protocol):

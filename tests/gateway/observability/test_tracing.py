@@ -143,7 +143,7 @@ async def test_preemptions_lie_in_the_phase_that_they_interrupted_and_moves_betw
         await asyncio.sleep(0.002)
         lost_s = time.monotonic()
         await asyncio.sleep(0.002)
-        run.sink.on_moved("w1", lost_s)
+        run.sink.on_moved("w1", lost_s, time.monotonic())
         run.tokens([6])
         run.finish(preempted=((0.3, 0.4), (0.8, 0.9)), preemptions=2)
 
@@ -164,6 +164,23 @@ async def test_preemptions_lie_in_the_phase_that_they_interrupted_and_moves_betw
     assert lost[0].end_ns == move.start_ns
     assert only(spans, name).attributes["octavo.migrations"] == 1
     assert only(spans, name).attributes["octavo.preemptions"] == 2
+
+
+async def test_a_worker_that_is_quicker_than_the_task_that_sent_to_it_ends_within_the_call(
+    serve: Any, collector: Collector, tracer: Tracing
+) -> None:
+    """Its times are counted from before the request was sent: it may have ended before the gateway's task goes on."""
+
+    def speak(run: FakeRun) -> None:
+        time.sleep(0.3)
+        run.tokens([5])
+        run.finish(queue_s=0.1, prefill_s=0.1, decode_s=0.1)
+
+    async with serve(FakePool(on_run=speak), tracing=tracer) as served:
+        await text_of(served.inference.Generate(REQUEST, metadata=SAMPLED))
+    spans = await asyncio.to_thread(collector.trace, CALLER_TRACE)
+    call = only(spans, "octavo.v1.InferenceService/Generate")
+    assert max(span.end_ns for span in spans) == call.end_ns
 
 
 async def test_a_refused_call_is_a_span_with_its_status(serve: Any, collector: Collector, tracer: Tracing) -> None:

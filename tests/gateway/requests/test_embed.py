@@ -168,8 +168,8 @@ async def test_a_caller_who_leaves_an_abort_and_a_deadline_free_everything(serve
 
 async def test_the_receipt_names_the_worker_that_an_input_moved_to(serve: Any) -> None:
     def move(run: FakeRun) -> None:
-        run.sink.on_moved("w1", 1.0)
-        run.sink.on_moved("w2", 3.0)
+        run.sink.on_moved("w1", 1.0, 2.0)
+        run.sink.on_moved("w2", 3.0, 4.0)
         asyncio.get_running_loop().call_soon(run.embed, vector_of(run))
 
     async with serve(FakePool(on_run=move)) as served:

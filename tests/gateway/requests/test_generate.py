@@ -263,7 +263,7 @@ async def test_a_chat_is_rendered_by_the_checkpoints_template(serve: Any, tiny_t
 
 async def test_an_output_that_moved_is_its_new_workers(serve: Any) -> None:
     def speak(run: FakeRun) -> None:
-        run.sink.on_moved("w1", 1.0)
+        run.sink.on_moved("w1", 1.0, 2.0)
         run.tokens([5])
         run.finish()
 

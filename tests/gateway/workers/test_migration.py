@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,24 @@ async def test_an_output_goes_on_behind_what_it_has_given_and_counts_it(tmp_path
         ]  # fmt: skip
         assert (pool.stats.moved_outputs, pool.num_outputs) == (1, 0)
         assert all(view.in_flight == 0 for view in pool.workers())
+
+
+async def test_an_output_has_moved_when_it_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its new worker's times are counted from there: it may have begun before the gateway goes on."""
+    sent_s = list[float]()
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        send = pool._migration._send
+
+        def note(*sent: Any) -> None:
+            sent_s.append(time.monotonic())
+            send(*sent)
+
+        monkeypatch.setattr(pool._migration, "_send", note)
+        sink = open_on(pool, first)
+        await first.expect(Run)
+        await die(pool, first)
+        await second.expect(Run)
+    assert sink.moved_s <= sent_s[0]
 
 
 async def test_it_waits_for_its_own_worker_to_come_back(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ class RecordingSink:
 
     calls: list[tuple[object, ...]] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    moved_s: float = 0.0
 
     def on_started(self) -> None:
         self.calls.append(("started",))
@@ -122,8 +123,9 @@ class RecordingSink:
         self.calls.append(("lost", reason))
         self.done.set()
 
-    def on_moved(self, worker_id: str, lost_s: float) -> None:
+    def on_moved(self, worker_id: str, lost_s: float, moved_s: float) -> None:
         self.calls.append(("moved", worker_id))
+        self.moved_s = moved_s
 
     @property
     def tokens(self) -> list[int]:
