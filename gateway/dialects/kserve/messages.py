@@ -90,11 +90,11 @@ def streamed(response: oip.ModelInferResponse, *, is_final: bool) -> oip.ModelSt
 
 
 def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInferResponse:
-    """The end of a request that failed; its stream stays open."""
-    return oip.ModelStreamInferResponse(
-        error_message=message,
-        infer_response=oip.ModelInferResponse(model_name=request.model_name, id=request.id),
-    )
+    """The end of a request that failed, with the mark of the last response; its stream stays open."""
+    response = oip.ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
+    end = streamed(response, is_final=True)
+    end.error_message = message
+    return end
 
 
 def reason_of(stream: OutputStream) -> str:

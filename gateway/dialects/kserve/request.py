@@ -107,6 +107,8 @@ def _generate(model: str, prompt: str, values: Mapping[str, Any], outputs: tuple
     try:
         check_generate(generate)
     except InvalidRequest as error:
+        if isinstance(values.get("stop"), str):  # in no list
+            error = error.with_paths(lambda path: "stop.strings" if path == "stop.strings[0]" else path)
         raise in_callers_names(error) from None
     return generate
 

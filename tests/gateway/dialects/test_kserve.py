@@ -11,6 +11,7 @@ import grpc
 import pytest
 import structlog
 
+from octavo.gateway.dialects.kserve.messages import FINAL_RESPONSE
 from octavo.gateway.dialects.kserve.servicer import StreamOfRequests, StreamWriter
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.text.model_text import ModelText
@@ -183,6 +184,8 @@ async def test_requests_of_one_stream_are_answered_side_by_side_and_fail_alone(s
     assert [(each.infer_response.id, each.error_message) for each in errors] == [
         ("3", "[INVALID_ARGUMENT] INVALID_FIELD: sampling_parameters.temperature: must be in [0, 100], not -1")
     ]
+    finals = [each.infer_response.id for each in answers if each.infer_response.parameters[FINAL_RESPONSE].bool_param]
+    assert sorted(finals) == ["1", "1", "3"]  # one of each request, of failed ones too
     texts = [values(answer.infer_response)["text_output"] for answer in answers if not answer.error_message]
     assert "HelloHello world" in texts
     assert "".join(text for text in texts if text != "HelloHello world") == "Hello world"
