@@ -13,7 +13,7 @@ from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
 from octavo.openengine import openengine_pb2 as oe
-from octavo.wire.messages import KvTier, TokenLogprobs
+from octavo.wire.messages import KvTier, TokenLogprobs, WireFinishReason
 
 BytesById = Sequence[bytes]
 _CODES = {
@@ -136,9 +136,12 @@ def reason_of(stream: OutputStream) -> "oe.FinishReason.ValueType":
 def _match(stream: OutputStream, tracked: TrackedRequest) -> oe.StopMatch | None:
     if (text := stream.processor.match) is not None:
         return oe.StopMatch(stop_text=text)
-    token_id = stream.finished.stop_token_id if stream.finished else None
-    if token_id is None:
+    finished = stream.finished
+    if finished is None or finished.reason is not WireFinishReason.STOP:
         return None
+    token_id = finished.stop_token_id
+    if token_id is None:  # what it must look like is complete: an end token alone could follow, and is not waited for
+        return oe.StopMatch(eos_token_id=tracked.card.eos_token_ids[0]) if tracked.card.eos_token_ids else None
     if token_id in tracked.sampling.stop_token_ids:
         return oe.StopMatch(stop_token_id=token_id)
     return oe.StopMatch(eos_token_id=token_id)

@@ -111,9 +111,10 @@ async def test_a_request_that_bypasses_the_prefix_cache_finds_nothing_in_it(serv
     [
         (speaking(70, 9, end=(WireFinishReason.STOP, 9)), oe.StopMatch(stop_token_id=9)),
         (speaking(70, 0, end=(WireFinishReason.STOP, 0)), oe.StopMatch(eos_token_id=0)),
+        (speaking(70, end=(WireFinishReason.STOP, None)), oe.StopMatch(eos_token_id=0)),
         (FakePool(), oe.StopMatch(stop_text="HI")),
     ],
-    ids=["token", "end", "text"],
+    ids=["token", "end", "complete form", "text"],
 )
 async def test_what_ended_an_output_is_told(serve: Any, pool: FakePool, match: oe.StopMatch) -> None:
     stop = oe.StoppingOptions(conditions=[oe.StopCondition(stop_token_id=9), oe.StopCondition(stop_text="HI")])
