@@ -57,6 +57,8 @@ _BROWSERS = {b"origin", b"sec-fetch-site"}
 _CLOSED = 499  # the caller left: this status is not read
 RETRY_AFTER_S = 1.0  # where the service does not say
 BODY_TIMEOUT_S = 60.0
+MAX_KEY_LEN = 4096  # more would be too much metadata for a gateway, which has no such key
+MAX_SPAN_LEN = 512  # of `tracestate`, as W3C's Trace Context asks for; longer ones are left out
 
 
 def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
@@ -241,12 +243,19 @@ def _heading(prefix: str, model: str) -> Heading:
 def _metadata(request: Request) -> Metadata:
     """The caller's key, as gateways want it, and the span that the call belongs to."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
+    if len(key) > MAX_KEY_LEN:
+        why = f"an API key has at most {MAX_KEY_LEN:,} characters"
+        raise ApiError(401, why, type="authentication_error", code="invalid_api_key")
     given = ((name, request.headers.get(name, "")) for name in ("traceparent", "tracestate"))
-    spans = tuple((name, value) for name, value in given if value and value.isascii() and value.isprintable())
+    spans = tuple((name, value) for name, value in given if 0 < len(value) <= MAX_SPAN_LEN and _is_plain(value))
     try:
         return ((call_metadata(key.strip()) if kind.lower() == "bearer" else None) or ()) + spans or None
     except ValueError as error:
         raise ApiError(401, str(error), type="authentication_error", code="invalid_api_key") from None
+
+
+def _is_plain(value: str) -> bool:
+    return value.isascii() and value.isprintable()
 
 
 def _has_usage(body: ChatBody | CompletionBody) -> bool:

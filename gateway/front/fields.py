@@ -31,6 +31,7 @@ def _number(given: object) -> object:
 # true is an int to Python. Lists are long, and what checks them must not be Python.
 Whole = Annotated[int, BeforeValidator(_number)]
 TokenId = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]  # not 1, nor "no"
 
 
 class Body(BaseModel):
@@ -53,8 +54,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    include_obfuscation: bool = False  # padding: nothing here is padded
+    include_usage: Flag = False
+    include_obfuscation: Flag = False  # padding: nothing here is padded
 
 
 class GenerateBody(Body):
@@ -68,14 +69,14 @@ class GenerateBody(Body):
     stop: str | list[str] | None = None
     max_tokens: Whole | None = None
     logit_bias: dict[int, Annotated[float, Field(strict=True)]] | None = None
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
     # Beyond OpenAI's, by the names that vLLM has for them, or octavo.v1.
     min_tokens: Whole | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Flag | None = None
     stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Flag | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: Whole | None = None
@@ -103,6 +104,8 @@ class GenerateBody(Body):
             raise _refused("n", f"must be in [1, {MAX_OUTPUTS}], not {self.n}")
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.allowed_token_ids == []:
+            raise _refused("allowed_token_ids", "needs at least 1 element")
         if self.stream_options is not None and not self.stream:
             raise _refused("stream_options", "it belongs to stream true")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
@@ -130,11 +133,11 @@ class ChatBody(GenerateBody):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: Whole | None = None
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: Whole | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -169,7 +172,7 @@ class CompletionBody(GenerateBody):
 
     prompt: Prompt = "<|endoftext|>"
     logprobs: Whole | None = None
-    echo: bool | None = None
+    echo: Flag | None = None
     best_of: Whole | None = None
     suffix: Literal[""] | None = None
 

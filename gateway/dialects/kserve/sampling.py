@@ -160,7 +160,9 @@ def _bad_words(request: pb.GenerateRequest, value: Any) -> None:
 
 
 def _allowed(request: pb.GenerateRequest, value: Any) -> None:
-    request.sampling.allowed_token_ids.extend(_list(value, _whole))
+    if not (token_ids := _list(value, _whole)):
+        raise _Unfit("needs at least 1 element")
+    request.sampling.allowed_token_ids.extend(token_ids)
 
 
 def _logit_bias(request: pb.GenerateRequest, value: Any) -> None:

@@ -58,6 +58,7 @@ def with_parameter(name: str, **value: Any) -> Any:
         (request(parameters={"stop": 7}), "sampling_parameters.stop"),
         (request(parameters={"stop": [""]}), "sampling_parameters.stop[0]"),
         (request(parameters={"stop": ""}), "sampling_parameters.stop"),
+        (request(parameters={"allowed_token_ids": []}), "sampling_parameters.allowed_token_ids"),
         (request(parameters={"ignore_eos": 1}), "sampling_parameters.ignore_eos"),
         (request(parameters={"structured_outputs": {"structural_tag": "x"}}), "sampling_parameters.structured_outputs"),
         (request(parameters={"structured_outputs": {}}), "sampling_parameters.structured_outputs"),

@@ -205,6 +205,27 @@ async def test_a_stop_string_in_no_list_is_named_without_a_place(
                 assert answer.json["error"]["message"].startswith(f"{param}: ")
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": f"Bearer {'k' * 600}"}, 200),
+        ({"authorization": f"Bearer {'k' * 20_000}"}, 401),
+        ({"traceparent": f"00-{'a' * 20_000}"}, 200),
+        ({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=" + "y" * 20_000}, 200),
+    ],
+    ids=["long key", "too long key", "traceparent", "tracestate"],
+)
+async def test_headers_that_a_gateway_has_no_room_for_are_told_or_left_out(
+    front: Callable[..., Any], headers: dict[str, str], status: int
+) -> None:
+    """A gateway's refusal of too much metadata was told as 429, to be tried again."""
+    async with front(FakePool(on_run=lambda run: run.finish())) as fronted:
+        answer = await fronted.ask("/v1/completions", {"prompt": "Hello"}, headers)
+    assert answer.status == status
+    if status == 401:
+        assert answer.json["error"]["code"] == "invalid_api_key"
+
+
 async def test_while_a_gateway_is_gone_the_others_answer(serve: Any, tmp_path: Path) -> None:
     """One that was started again took its turns all the same: they failed, though another could be reached."""
     async with serve(FakePool(on_run=lambda run: run.finish())) as served:

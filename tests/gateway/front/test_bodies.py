@@ -132,6 +132,27 @@ def test_true_is_no_number(body: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("value", [1, 0, "true", "no", 1.0])
+def test_what_is_yes_or_no_is_told_by_true_and_false_alone(value: object) -> None:
+    names = {
+        CompletionBody: ("stream", "echo", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+        ChatBody: ("stream", "logprobs", "parallel_tool_calls"),
+    }
+    for kind, flags in names.items():
+        for name in flags:
+            body = {"messages": [USER]} if kind is ChatBody else {"prompt": "x"}
+            with pytest.raises(ApiError, match="input should be a valid boolean") as caught:
+                parse(kind, json.dumps(body | {name: value}).encode())
+            assert caught.value.param == name
+    usage = {"prompt": "x", "stream": True, "stream_options": {"include_usage": value}}
+    with pytest.raises(ApiError, match="stream_options: input should be a valid boolean"):
+        parse(CompletionBody, json.dumps(usage).encode())
+
+
+def test_no_token_that_may_come_is_no_request() -> None:
+    assert refused("completions", prompt="hi", allowed_token_ids=[]) == "allowed_token_ids"
+
+
 def test_true_is_no_number_of_chats_and_embeddings_either() -> None:
     chat, embedding = {"messages": [USER]}, {"input": "x"}
     for kind, body, name in (
