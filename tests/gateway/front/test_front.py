@@ -296,10 +296,9 @@ def test_a_stream_whose_service_ends_gets_an_error_object(tmp_path: Path) -> Non
         chunks = events(answer)
         next(chunks)
         service.children("worker")[0].kill()
-        *_, last = chunks
+        *_, last, done = chunks
         connection.close()
-        assert last["error"]["type"] == "server_error"
-        assert last["error"]["code"] == "worker_lost"
+        assert (last["error"]["type"], last["error"]["code"], done) == ("server_error", "worker_lost", "[DONE]")
 
 
 def test_keys_are_passed_on_and_tls_is_spoken(tmp_path: Path) -> None:
