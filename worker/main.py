@@ -1,22 +1,19 @@
 """The worker process: loads the model, puts engine and links together, runs until it is asked to end.
 
-The main thread is the engine's; beside it there are the heartbeat and the metrics endpoint. Ready means registered,
-and it registers only after loading and warm-up.
+The main thread is the engine's; beside it there are the heartbeat, the metrics endpoint and what limits a shutdown.
+Ready means registered, and it registers only after loading and warm-up.
 """
 
 import gc
 import importlib
 import os
 import secrets
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
-from types import FrameType
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -26,7 +23,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.curve import CurveKeys
 from octavo.wire.endpoints import require_proof
-from octavo.wire.host import ending_signals, let_threads_sleep, pid_namespace, raise_descriptor_limit
+from octavo.wire.host import let_threads_sleep, pid_namespace, raise_descriptor_limit
 from octavo.wire.keys import load_keys, load_public_key
 from octavo.wire.logs import configure_logs
 from octavo.wire.messages import Register
@@ -46,61 +43,13 @@ from octavo.worker.metrics import (
 )
 from octavo.worker.runners.group import EXIT_LOST, GroupLost
 from octavo.worker.scheduler.scheduler import Scheduler
+from octavo.worker.shutdown import Shutdown
 from octavo.worker.transport.endpoints import GatewayEndpoints
 from octavo.worker.transport.heartbeat import HeartbeatThread
 from octavo.worker.transport.link import WorkerLink
 from octavo.worker.transport.watchdog import Watchdog
 
-EXIT_OK = 0
 EXIT_FAILED = 70
-EXIT_REFUSED = 76
-
-
-class Shutdown:
-    """Ends the worker when asked: the first signal drains, the second stops; a gateway's refusal stops too.
-
-    Installed before the model is loaded; knows the engine once there is one. Handlers only set what the engine's loop
-    reads, and wake it.
-    """
-
-    def __init__(self, *, grace_s: float) -> None:
-        self.exit_code = EXIT_OK
-        self._grace_s = grace_s
-        self._num_signals = 0
-        self._engine: Engine | None = None
-        self._wake: Callable[[], None] | None = None
-
-    def install(self) -> None:
-        """Take SIGTERM, SIGINT and SIGHUP over. Main thread only."""
-        for number in ending_signals():
-            signal.signal(number, self._on_signal)
-
-    def attach(self, engine: Engine, wake: Callable[[], None]) -> None:
-        """From now on signals go to this engine."""
-        self._engine, self._wake = engine, wake
-
-    def refuse(self, reason: str) -> None:
-        """A gateway refused this worker for good."""
-        self.exit_code = EXIT_REFUSED
-        self._stop()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._num_signals += 1
-        if self._engine is None or self._wake is None:
-            sys.exit(EXIT_OK)  # still loading: there is no request yet
-        if self._num_signals == 1:
-            log.info("draining", signal=signal.Signals(number).name, grace_s=self._grace_s)
-            self._engine.request_drain(self._grace_s)
-            self._wake()
-        else:
-            log.info("stopping", signal=signal.Signals(number).name)
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._engine is not None and self._wake is not None:
-            self._engine.request_stop()
-            self._wake()
-
 
 log = structlog.get_logger(__name__)
 
@@ -110,7 +59,8 @@ CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
 
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 75 (a rank was lost), 76 (a
-    gateway refused it); a hang ends the process with 75 or 1 (`worker.transport.watchdog`).
+    gateway refused it); a hang ends the process with 75 or 1 (`worker.transport.watchdog`), one after a
+    signal with what was to be returned (`worker.shutdown`).
 
     on_progress: called with how far the start is; by default that is logged. Raises what makes a start impossible:
     CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
-from octavo.worker.main import EXIT_FAILED, EXIT_REFUSED
+from octavo.worker.main import EXIT_FAILED
 from octavo.worker.runners.group import EXIT_LOST
+from octavo.worker.shutdown import EXIT_REFUSED
 from octavo.worker.transport.watchdog import EXIT_STALLED
 
 PAGES = ("docs/operations.md", "docs/decisions/0003-supervisor-and-settings.md")

@@ -23,6 +23,7 @@ from typing import NoReturn
 import torch
 
 from octavo.wire.host import die_with
+from octavo.worker import shutdown
 
 MAX_PROCESSES = 16
 ANSWER_TIMEOUT_S = 120.0
@@ -51,7 +52,7 @@ class CompilerProcesses:
     def fork(cls, size: int, *, wake: Wake, answer: Answer) -> "CompilerProcesses | None":
         """So many. wake: what they need first, done once. answer: to a request. None where this process can no longer
         fork safely, or the system refuses."""
-        if not hasattr(os, "fork") or torch.cuda.is_initialized() or threading.active_count() > 1:
+        if not hasattr(os, "fork") or torch.cuda.is_initialized() or _has_threads():
             return None
         parent = os.getpid()
         pairs = [socket.socketpair() for _ in range(size)]
@@ -100,6 +101,11 @@ class CompilerProcesses:
             _has_ended(pid, END_TIMEOUT_S)
 
 
+def _has_threads() -> bool:
+    """That a fork would not have, with locks that they hold."""
+    return any(each.name != shutdown.THREAD for each in threading.enumerate() if each is not threading.main_thread())
+
+
 def _has_ended(pid: int, timeout_s: float) -> bool:
     """Whether a child has, within that time."""
     deadline_s = time.monotonic() + timeout_s
@@ -113,8 +119,10 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
 
 def _fork_all(parent: int, pairs: list[tuple[socket.socket, socket.socket]], wake: Wake, answer: Answer) -> None:
     die_with(parent)
+    signal.set_wakeup_fd(-1)  # at whose other end the worker is
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the worker
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal, for the worker
+        signal.signal(number, signal.SIG_IGN)
     for ours, _ in pairs:
         ours.close()
     wake()

@@ -80,7 +80,7 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Task)
 
 class FollowerProcesses:
     """Ranks 1 and up of a group, started by rank 0. Implements `worker.runners.group.Followers`. on_lost: called from a
-    thread when one has ended before `dismiss`. end_s: what `close` gives each to end by itself."""
+    thread when one has ended before `dismiss`. end_s: what `close` gives them to end by themselves."""
 
     def __init__(self, config: WorkerConfig, folder: Path) -> None:
         """folder: of this group alone, where its ranks meet and write figures."""
@@ -139,9 +139,10 @@ class FollowerProcesses:
     def close(self) -> None:
         """End all of them. Idempotent."""
         self.dismiss()
+        deadline_s = time.monotonic() + self.end_s
         for process in self._processes:
             try:
-                process.wait(self.end_s)
+                process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -10,6 +10,7 @@ import time
 import psutil
 
 from octavo.worker.loading.compilers import CompilerProcesses
+from octavo.worker.shutdown import Shutdown
 
 SIZE = 3
 PATIENCE_S = 60.0
@@ -17,6 +18,7 @@ PATIENCE_S = 60.0
 
 def main() -> None:
     """See the module."""
+    Shutdown(grace_s=0.0).install()  # as a worker has it by then
     helpers = CompilerProcesses.fork(SIZE, wake=lambda: None, answer=lambda request: None)
     assert helpers is not None
     deadline_s = time.monotonic() + PATIENCE_S

@@ -19,6 +19,7 @@ from octavo.worker.loading.compilers import CompilerProcesses
 from tests.support.worker.forked import SIZE
 
 PATIENCE_S = 60.0
+SETTLE_S = 0.5
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
@@ -49,7 +50,7 @@ def is_gone(pid: int) -> bool:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process has threads of the tests' own, which compile nothing and hold no lock."""
-    monkeypatch.setattr(compilers.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(compilers, "_has_threads", lambda: False)
 
 
 @pytest.fixture
@@ -136,6 +137,21 @@ def test_they_die_with_the_process_that_forked_them() -> None:
     assert soon(lambda: all(map(is_gone, pids)))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signals_of_a_terminal_to_them_are_none_to_the_worker(number: signal.Signals) -> None:
+    """They have its handlers, and both ends of where it hears of signals."""
+    command = [sys.executable, "-m", "tests.support.worker.forked"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        pids = json.loads(worker.stdout.readline())
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(SETTLE_S)
+        assert not any(map(is_gone, pids))
+        worker.communicate(timeout=PATIENCE_S)  # which lets it go on to its end
+        assert worker.returncode == 0
+
+
 def test_a_process_that_has_threads_or_a_cuda_context_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     never = {"wake": lambda: None, "answer": lambda request: None}
     over = threading.Event()
@@ -146,6 +162,6 @@ def test_a_process_that_has_threads_or_a_cuda_context_has_none(monkeypatch: pyte
     finally:
         over.set()
         thread.join()
-    monkeypatch.setattr(compilers.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(compilers, "_has_threads", lambda: False)
     monkeypatch.setattr(compilers.torch.cuda, "is_initialized", lambda: True)
     assert CompilerProcesses.fork(1, **never) is None
