@@ -15,6 +15,7 @@ from octavo.cli.serve.placement import Board, Need, Spot
 from octavo.cli.serve.seat import Seat, version_here
 from octavo.cli.serve.service import Notice
 from octavo.cli.settings.addresses import join_address
+from octavo.cli.settings.model_names import model_ports
 from octavo.wire.endpoints import is_address, is_wildcard
 
 PLACE_S = 30.0  # for the first place of a process; later ones are waited for as long as it takes
@@ -302,13 +303,27 @@ class PlacedGateway(Placed):
         from ray.util.placement_group import placement_group_table
 
         given, board, former = self._settings, self._context.board, self._spot
-        wished = former.ports if former else (given["port"], 0, 0, given["metrics_port"])
-        wanted = [("", port) for port in wished[:3]] + [(given["metrics_host"], wished[3])]
+        models = model_ports(given["model_port"])
+        of_models = [port for _, port in models]
+        port, workers, control, metrics, *of_models = (
+            former.ports if former else (given["port"], 0, 0, given["metrics_port"], *of_models)
+        )
+        wanted = [("", port), ("", workers), ("", control), (given["metrics_host"], metrics)]
+        wanted += [("", each) for each in of_models]
         taken = board.ports(besides=self.name)
         async with asyncio.timeout(ANSWER_S):
             host, ports = await self._ask("draw", self._context.towards, wanted, taken, version_here())
         node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # none: the host is gone by now
-        self._spot = Spot(host=host, port=ports[0], worker_port=ports[1], control=ports[2], metrics=ports[3], node=node)
+        port, workers, control, metrics, *of_models = ports
+        self._spot = Spot(
+            host=host,
+            port=port,
+            worker_port=workers,
+            control=control,
+            metrics=metrics,
+            models=tuple(zip((name for name, _ in models), of_models, strict=True)),
+            node=node,
+        )
         board.put(self.name, self._spot)
 
     def _settings_of_life(self) -> dict[str, Any]:
@@ -319,12 +334,16 @@ class PlacedGateway(Placed):
             "host": given["host"] if is_everywhere else spot.host,
             "port": spot.port,
             "metrics_port": spot.metrics,
+            "model_port": [f"{name}={port}" for name, port in spot.models],
             "worker_endpoint": [f"tcp://{join_address(spot.host, spot.worker_port)}"],
             "control_endpoint": f"tcp://{join_address(spot.host, spot.control)}",
         }
 
     def _reached(self) -> str:
-        return f"; callers reach it at {join_address(self._spot.host, self._spot.port)}" if self._spot else ""
+        if self._spot is None:
+            return ""
+        of_models = [f", {name} at {join_address(self._spot.host, port)}" for name, port in self._spot.models]
+        return f"; callers reach it at {join_address(self._spot.host, self._spot.port)}{''.join(of_models)}"
 
     def _leave(self) -> None:
         self._spot = None

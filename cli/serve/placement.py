@@ -141,19 +141,21 @@ def _less(host: Host) -> Host:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
     """Where a gateway is reached. host: its address. The ports: by callers, workers, other gateways and Prometheus.
-    node: of the cluster; empty for the supervisor's host."""
+    models: further ones of callers, each with the model that they mean who name none. node: of the cluster; empty for
+    the supervisor's host."""
 
     host: str
     port: int
     worker_port: int
     control: int
     metrics: int = 0
+    models: tuple[tuple[str, int], ...] = ()
     node: str = ""
 
     @property
     def ports(self) -> tuple[int, ...]:
         """Which nobody else on its host can have."""
-        return self.port, self.worker_port, self.control, self.metrics
+        return self.port, self.worker_port, self.control, self.metrics, *(port for _, port in self.models)
 
 
 class Board:
@@ -179,6 +181,22 @@ class Board:
     def addresses(self) -> dict[str, str]:
         """Where callers reach those of other hosts."""
         return {name: join_address(each.host, each.port) for name, each in sorted(self._placed.items())}
+
+    def model_addresses(self) -> dict[str, dict[str, str]]:
+        """Where callers of them who name no model mean one, by gateway and model."""
+        return {
+            name: {model: join_address(each.host, port) for model, port in each.models}
+            for name, each in sorted(self._placed.items())
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: what is there, and its address."""
+        of_models = self.model_addresses()
+        return [
+            row
+            for name, address in self.addresses().items()
+            for row in ((name, address), *((f"{name}, {model}", each) for model, each in of_models[name].items()))
+        ]
 
     def endpoints(self) -> str:
         """Where workers dial all of them: the text of a file."""

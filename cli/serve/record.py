@@ -10,13 +10,14 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from octavo.cli.serve.launch import Role
+from octavo.cli.serve.placement import Board
 from octavo.cli.serve.service import Kept, Notice
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.whole_file import write_whole
@@ -32,8 +33,9 @@ Fields = TypeVar("Fields")
 class ProcessRecord:
     """One process: its name, what it is (gateway, worker, openai), a worker's model, where its /metrics are, the
     address of one that speaks HTTP to callers, the file of its settings, which its command line names, and where
-    callers reach a gateway of another host. Empty: none. is_placed: on a host that the cluster chooses. is_leaving: it
-    is to end, and not to be started again."""
+    callers reach a gateway of another host. Empty: none. model_addresses: where callers of such a gateway who name no
+    model mean one, by model. is_placed: on a host that the cluster chooses. is_leaving: it is to end, and not to be
+    started again."""
 
     name: str
     role: str
@@ -42,6 +44,7 @@ class ProcessRecord:
     url: str
     settings_file: str
     address: str = ""
+    model_addresses: Mapping[str, str] = field(default_factory=dict)
     is_placed: bool = False
     is_leaving: bool = False
 
@@ -77,10 +80,11 @@ class ServiceRecord:
 
 
 def record_of(
-    address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, elsewhere: Mapping[str, str]
+    address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, board: Board
 ) -> ServiceRecord:
-    """Of the service that this process supervises, with its processes of this host and of others. elsewhere: where
+    """Of the service that this process supervises, with its processes of this host and of others. board: where
     callers reach gateways of other hosts now."""
+    elsewhere, of_models = board.addresses(), board.model_addresses()
     return ServiceRecord(
         pid=os.getpid(),
         started_s=_created_s(),
@@ -96,6 +100,7 @@ def record_of(
                 url=plan.url or "",
                 settings_file=str(run_dir / f"{plan.name}.toml"),
                 address=elsewhere.get(plan.name, ""),
+                model_addresses=of_models.get(plan.name, {}),
                 is_placed=plan.is_placed,
                 is_leaving=each.is_leaving,
             )

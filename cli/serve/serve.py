@@ -55,7 +55,7 @@ from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.gateway_config import check_access, check_exposed
 from octavo.cli.settings.groups import ServeSettings
-from octavo.cli.settings.model_names import model_ports
+from octavo.cli.settings.model_names import check_model_ports, model_ports
 from octavo.cli.whole_file import write_whole
 from octavo.wire.host import ending_signals, usable_cores
 
@@ -93,6 +93,7 @@ def serve(settings: ServeSettings) -> int:
         settings = with_threads(settings, usable_cores())
     require_threads(threads_of_service(settings, on_gpu=on_gpu))
     if not settings.registration_token:  # only workers that were started here may register
+        check_model_ports(settings.model_port, settings.model)
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
@@ -100,15 +101,12 @@ def serve(settings: ServeSettings) -> int:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
         site = stack.enter_context(_site(settings, run_dir))
         ports = choose_ports(settings)
-        others = {
-            *ports,
-            settings.admin_port or 0,
-            settings.openai or 0,
-            *(of_model for _, of_model in model_ports(settings)),
-        }
+        of_models = [number for _, number in model_ports(settings.model_port)]
+        others = {*ports, settings.admin_port or 0, settings.openai or 0, *of_models}
         port = settings.port or free_port(settings.host, others)
         if shares_port(settings):
-            stack.enter_context(held_port(settings.host, port))
+            for number in (port, *of_models):
+                stack.enter_context(held_port(settings.host, number))
         openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
         plans = plan_processes(
             settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, links=site.links
@@ -228,10 +226,8 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
 
     def on_change() -> None:
         """The processes of the service are others now, or elsewhere."""
-        host, elsewhere = settings.metrics_host, site.board.addresses()
-        listing.put(
-            record_of(layout.address, layout.run_dir, service.processes, metrics_host=host, elsewhere=elsewhere)
-        )
+        host = settings.metrics_host
+        listing.put(record_of(layout.address, layout.run_dir, service.processes, metrics_host=host, board=site.board))
 
     listing = Listing(notice)
     service = Service(
@@ -333,8 +329,7 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
     models = model_summaries(served, list(view.loaded.values()))
     with contextlib.suppress(OSError):  # nobody reads stdout
         summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
-        elsewhere = tuple(layout.site.board.addresses().items())
-        show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=elsewhere))
+        show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=layout.site.board.rows()))
     ready = layout.run_dir / READY_FILE
     try:
         write_whole(ready, address + "\n")
@@ -362,7 +357,7 @@ def choose_ports(settings: ServeSettings) -> list[int]:
     chosen = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
     chosen += [(settings.openai_host, settings.openai, "openai")]
     chosen += [(settings.page_host, settings.page_port or 0, "page_port")] if settings.page != "off" else []
-    chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings)]
+    chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings.model_port)]
     here = [(name, port) for name, port in metrics_ports(settings) if name == "metrics_port" or not settings.cluster]
     chosen += [(settings.metrics_host, port, name) for name, port in here]
     hosts = [(settings.host, "host"), (settings.metrics_host, "metrics_host")]

@@ -92,7 +92,9 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             key_file=settings.gateway_key_file,
         ),
         listen_address=join_address(settings.host, settings.port),
-        model_addresses=tuple((name, join_address(settings.host, port)) for name, port in model_ports(settings)),
+        model_addresses=tuple(
+            (name, join_address(settings.host, port)) for name, port in model_ports(settings.model_port)
+        ),
         admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
         metrics_address=join_address(settings.metrics_host, settings.metrics_port),
         page=_page_config(settings),

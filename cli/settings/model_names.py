@@ -1,9 +1,9 @@
 """Names and ports of models, read from --model. Pure, but for looking whether a folder is there."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from octavo.cli.errors import usage
-from octavo.cli.settings.gateway import ListenSettings
+from octavo.cli.errors import did_you_mean, usage
 
 
 def split_model(text: str) -> tuple[str | None, str]:
@@ -24,10 +24,10 @@ def name_of_model(text: str) -> str:
     return path.resolve().name if path.is_dir() or checkpoint[0] in "/.~" else checkpoint
 
 
-def model_ports(settings: ListenSettings) -> list[tuple[str, int]]:
+def model_ports(given: Sequence[str]) -> list[tuple[str, int]]:
     """Name and port of each --model-port. Raises CliError."""
     found = []
-    for text in settings.model_port:
+    for text in given:
         name, _, port = text.rpartition("=")
         if not name or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
             raise usage(
@@ -37,3 +37,12 @@ def model_ports(settings: ListenSettings) -> list[tuple[str, int]]:
             )
         found.append((name, int(port)))
     return found
+
+
+def check_model_ports(given: Sequence[str], models: Sequence[str]) -> None:
+    """That each --model-port is of one of the models, as --model names them. Raises CliError."""
+    served = list(map(name_of_model, models))
+    for name, _ in model_ports(given):
+        if name not in served:
+            change = did_you_mean(name, served, otherwise=f"give one of {', '.join(served)}")
+            raise usage("bad value for --model-port", f"no model {name!r} is served here", change)

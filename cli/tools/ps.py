@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
@@ -44,9 +44,9 @@ class ProcessState:
 
     state: ready, loading (it answers nobody yet), waiting (for a gateway to take it, or for a host), draining,
     down (not running now).
-    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. cache_hit_rate: of
-    its prompts' tokens since its start, 0 to 1; None before the first. ranks: of a worker, tensor-parallel. address:
-    where callers reach a gateway of another host, of which nothing else is known here.
+    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
+    tensor-parallel. address: where callers reach a gateway of another host, of which nothing else is known here;
+    model_addresses: and those who mean a model by the port.
     """
 
     name: str
@@ -55,6 +55,7 @@ class ProcessState:
     model: str = ""
     url: str = ""
     address: str = ""
+    model_addresses: Mapping[str, str] = field(default_factory=dict)
     pid: int | None = None
     uptime_s: float | None = None
     requests: int | None = None
@@ -207,6 +208,7 @@ def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
         role=process.role,
         url=process.url,
         address=process.address,
+        model_addresses=process.model_addresses,
         state=_state(process, pid, samples),
         model=process.model,
         pid=pid,

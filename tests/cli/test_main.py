@@ -147,6 +147,10 @@ def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
             ],
         ),
         (
+            ["serve", "--runner=oracle", "--model=one=x", "--model=two=y", "--model-port=tow=50052"],
+            ["error: bad value for --model-port", "no model 'tow' is served here", "→ did you mean two?"],
+        ),
+        (
             ["worker", "--model", "a", "--model", "b"],
             [
                 "error: a worker serves one model",

@@ -168,13 +168,7 @@ async def test_a_gateway_that_has_its_place_does_not_wait_for_one_that_looks_for
     board, notices = Board({}), list[str]()
     ray = Played([True, False], draw=[("10.0.0.2", [50051, 5555, 5556, 9090])])
     context = cluster(ray, monkeypatch, board)
-
-    def gateway(name: str) -> PlacedGateway:
-        settings = {"host": "0.0.0.0", "port": 50051, "metrics_host": "127.0.0.1", "metrics_port": 9090}
-        plan = ProcessPlan(name=name, role=Role.GATEWAY, settings=settings, is_placed=True, metrics_port=None)
-        return PlacedGateway(context, plan, settings, dict, OF_GATEWAY, lambda *_: None, notices.append)
-
-    first, second = gateway("gateway-1"), gateway("gateway-2")
+    first, second = (gateway(context, name, notices) for name in ("gateway-1", "gateway-2"))
     assert await first.run() == 0
     waiting = asyncio.create_task(second.run())
     await until(lambda: len(ray.reserved) == 2)
@@ -183,6 +177,38 @@ async def test_a_gateway_that_has_its_place_does_not_wait_for_one_that_looks_for
     assert board.addresses() == {"gateway-1": "10.0.0.2:50051"}
     second.kill()
     assert await waiting == 0
+
+
+def gateway(context: ClusterContext, name: str, notices: list[str], **settings: object) -> PlacedGateway:
+    plain = {"host": "0.0.0.0", "port": 50051, "metrics_host": "127.0.0.1", "metrics_port": 9090, "model_port": []}
+    plan = ProcessPlan(name=name, role=Role.GATEWAY, settings=plain | settings, is_placed=True, metrics_port=None)
+    return PlacedGateway(context, plan, plan.settings, dict, OF_GATEWAY, lambda *_: None, notices.append)
+
+
+async def test_ports_of_models_are_drawn_on_its_host_kept_there_and_told(
+    soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gateways may be on one host, and somebody else may have the port there."""
+    board, notices = Board({}), list[str]()
+    ray = Played([True], draw=[("10.0.0.2", [50052, 5555, 5556, 9091, 7001, 8002])])
+    process = gateway(cluster(ray, monkeypatch, board), "gateway-2", notices, model_port=["Org/two=8001", "a=b=8002"])
+    for _ in range(2):
+        assert await process.run() == 0
+    (first, second) = [arguments for method, arguments in ray.asked if method == "draw"]
+    assert first[1] == [("", 50051), ("", 0), ("", 0), ("127.0.0.1", 9090), ("", 8001), ("", 8002)]
+    assert second[1] == [("", 50052), ("", 5555), ("", 5556), ("127.0.0.1", 9091), ("", 7001), ("", 8002)]
+    for settings in [arguments[3] for method, arguments in ray.asked if method == "start"]:
+        assert settings["model_port"] == ["Org/two=7001", "a=b=8002"]
+    assert notices == [
+        "gateway-2 is placed on host; callers reach it at 10.0.0.2:50052, Org/two at 10.0.0.2:7001, "
+        "a=b at 10.0.0.2:8002"
+    ]
+    assert board.rows() == [
+        ("gateway-2", "10.0.0.2:50052"),
+        ("gateway-2, Org/two", "10.0.0.2:7001"),
+        ("gateway-2, a=b", "10.0.0.2:8002"),
+    ]
+    assert set(board.ports(besides="gateway-1")) >= {7001, 8002}
 
 
 def writes(ray: Played) -> list[tuple[object, ...]]:
