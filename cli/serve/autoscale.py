@@ -26,7 +26,7 @@ QUIET_USAGE = 0.75  # of the bearable use, with one worker fewer
 class AutoscalePolicy:
     """floor, ceiling: the numbers between which it chooses. queue_s: the wait that is bearable. usage: the share of KV
     blocks, or of the outputs that run at once, that is. up_s, down_s: between two changes, up and down; down only after
-    so long a quiet."""
+    so long a quiet. A change that is refused is asked for again after up_s."""
 
     floor: int
     ceiling: int
@@ -50,35 +50,51 @@ class Demand:
 class Course:
     """What is remembered from one look to the next. wanted: workers that there shall be. quiet_since_s: None while it
     is not quiet. left_s: when one went last. patience: times down_s that it has to be quiet; more after each that was
-    missed soon."""
+    missed soon. refused_s: when a change could not be; refused: the number that was one too many then."""
 
     wanted: int
     changed_s: float = -math.inf
     quiet_since_s: float | None = None
     left_s: float = -math.inf
     patience: float = 1.0
+    refused_s: float = -math.inf
+    refused: int | None = None
+
+
+def refused(before: Course, asked: Course, *, size: int, now_s: float) -> Course:
+    """The course after a change that could not be: `asked` was made of `before`, and there are `size` workers still.
+    What was learned stays; only what the change itself would have begun does not begin."""
+    is_growth = asked.wanted > size
+    return replace(
+        before,
+        wanted=size,
+        quiet_since_s=None if is_growth else before.quiet_since_s,
+        refused_s=now_s,
+        refused=asked.wanted if is_growth else before.refused,
+    )
 
 
 def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float) -> Course:
     """The course from now on."""
     wanted = min(max(course.wanted, policy.floor), policy.ceiling)
+    may_ask = now_s - course.refused_s >= policy.up_s
     if wanted != course.wanted:
-        return Course(wanted=wanted, changed_s=now_s)
+        return replace(course, wanted=wanted, changed_s=now_s, quiet_since_s=None) if may_ask else course
     if demand.num_workers == 0:  # nothing is known of a model that nobody serves
         return replace(course, quiet_since_s=None)
     if demand.queue_s > policy.queue_s or demand.usage > policy.usage:
         course = replace(course, quiet_since_s=None)
         has_come = demand.num_workers >= wanted and now_s - course.changed_s >= policy.up_s
-        more = min(_grown(policy, demand), policy.ceiling) if has_come else wanted
+        more = _less(course, min(_grown(policy, demand), policy.ceiling)) if has_come and may_ask else wanted
         if more == wanted:
             return course
         was_missed = now_s - course.left_s < MISSED * policy.down_s
         patience = min(MAX_PATIENCE, 2 * course.patience) if was_missed else course.patience
-        return replace(course, wanted=more, changed_s=now_s, patience=patience)
+        return replace(course, wanted=more, changed_s=now_s, patience=patience, refused=None)
     if wanted == policy.floor or demand.num_workers > wanted or not _is_quiet(policy, demand):
         return replace(course, quiet_since_s=None)
     since_s = now_s if course.quiet_since_s is None else course.quiet_since_s
-    if now_s - max(since_s, course.changed_s) < course.patience * policy.down_s:
+    if now_s - max(since_s, course.changed_s) < course.patience * policy.down_s or not may_ask:
         return replace(course, quiet_since_s=since_s)
     has_gone_well = course.left_s == course.changed_s  # the last change was one that went, too
     patience = max(1.0, course.patience / 2) if has_gone_well else course.patience
@@ -91,6 +107,13 @@ def _grown(policy: AutoscalePolicy, demand: Demand) -> int:
     if demand.queue_s > LONG_QUEUE * policy.queue_s:
         growth = max(growth, 1.5)
     return max(demand.num_workers + 1, math.ceil(demand.num_workers * growth))
+
+
+def _less(course: Course, more: int) -> int:
+    """Half of the step that was refused last, where as much would be asked for again: there may be room for that."""
+    if course.refused is None or more < course.refused:
+        return more
+    return course.wanted + max(1, (course.refused - course.wanted) // 2)
 
 
 def _is_quiet(policy: AutoscalePolicy, demand: Demand) -> bool:

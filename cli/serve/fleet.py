@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from octavo.cli.errors import nearest
-from octavo.cli.serve.autoscale import AutoscalePolicy, Course, demand_of, steer
+from octavo.cli.serve.autoscale import AutoscalePolicy, Course, demand_of, refused, steer
 from octavo.cli.serve.launch import ProcessPlan, Role, with_threads, write_settings
 from octavo.cli.serve.service import Kept, Notice, Service, Stage
 from octavo.cli.settings.groups import ServeSettings
@@ -251,25 +251,27 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
 
 async def follow_load(fleet: Fleet, policy: AutoscalePolicy, addresses: Sequence[str], notice: Notice) -> None:
     """Scale each model as its load asks for, for ever. addresses: where gateways tell the load without asking who asks:
-    one after the other, where one is away, drains or stands still. A change that cannot be is told once."""
+    one after the other, where one is away, drains or stands still. Why a change cannot be is told once."""
     courses: dict[str, Course] = {}
-    told = ""
+    told: dict[str, str] = {}
     for address in itertools.cycle(addresses):
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async for snapshot in _told_by(address):
                 for model, size in fleet.sizes().items():
                     demand = demand_of(snapshot, model)
-                    course = courses.get(model, Course(wanted=size))
-                    courses[model] = steer(policy, course, demand, time.monotonic())
-                    if courses[model].wanted != size:
+                    before = courses.get(model, Course(wanted=size))
+                    course = courses[model] = steer(policy, before, demand, time.monotonic())
+                    if course.wanted != size:
                         why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
                         try:
-                            await fleet.scale(model, courses[model].wanted, because=why)
+                            await fleet.scale(model, course.wanted, because=why)
                         except CannotScale as error:
-                            courses[model] = Course(wanted=size, changed_s=time.monotonic())
-                            if str(error) != told:
-                                told = str(error)
-                                notice(f"{model} keeps {size} workers: {told}")
+                            courses[model] = refused(before, course, size=size, now_s=time.monotonic())
+                            if str(error) != told.get(model):
+                                told[model] = str(error)
+                                notice(f"{model} keeps {size} worker{'s' * (size != 1)}: {error}")
+                        else:
+                            told.pop(model, None)
         await asyncio.sleep(LOOK_S)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from octavo import Client
 from octavo.cli.errors import CliError
-from octavo.cli.serve.autoscale import AutoscalePolicy, Course, Demand, demand_of, policy_of, steer
+from octavo.cli.serve.autoscale import AutoscalePolicy, Course, Demand, demand_of, policy_of, refused, steer
 from octavo.cli.settings.groups import ServeSettings
 from octavo.v1 import load_pb2 as pb
 from tests.support.services.service import environment, serve, wait_for
@@ -84,6 +84,48 @@ def test_none_goes_where_the_others_would_be_busy() -> None:
     for share, is_quiet in ((0.35, False), (0.25, True)):
         course = steer(POLICY, Course(wanted=2), demand(2, usage=share), 1000.0)
         assert (course.quiet_since_s is not None) == is_quiet
+
+
+def test_what_was_learned_outlives_a_refusal() -> None:
+    """How patient it has to be with workers that are soon missed, and for how long it was quiet."""
+    before = Course(wanted=2, changed_s=900.0, quiet_since_s=None, left_s=900.0, patience=2.0)
+    asked = steer(POLICY, before, demand(2, queue_s=2), 1000.0)
+    assert (asked.wanted, asked.patience) == (3, 4.0)
+    after = refused(before, asked, size=2, now_s=1000.5)
+    assert after == dataclasses.replace(before, refused_s=1000.5, refused=3)
+    quiet = Course(wanted=2, changed_s=0.0, quiet_since_s=850.0)
+    asked = steer(POLICY, quiet, demand(2, usage=0.1), 1000.0)
+    assert asked.wanted == 1
+    after = refused(quiet, asked, size=2, now_s=1000.5)
+    assert after == dataclasses.replace(quiet, refused_s=1000.5)
+    assert wanted(after, demand(2, usage=0.1), 1010.4) == 2
+    assert wanted(after, demand(2, usage=0.1), 1010.5) == 1
+
+
+def test_a_refused_number_is_asked_for_again_after_a_while_and_by_half_the_step() -> None:
+    course, seen, asked = Course(wanted=4), demand(4, queue_s=99, usage=2.0), list[tuple[int, int]]()
+    for now_s in range(1000, 1050):
+        after = steer(POLICY, course, seen, float(now_s))
+        if after.wanted > course.wanted:
+            asked.append((now_s, after.wanted))
+            course = refused(course, after, size=4, now_s=float(now_s))
+        else:
+            course = after
+    assert asked == [(1000, 8), (1010, 6), (1020, 5), (1030, 5), (1040, 5)]
+
+
+def test_a_floor_that_cannot_be_had_is_not_asked_for_at_each_look() -> None:
+    """As where an operator has drained a worker, and others have taken its place on the cluster."""
+    policy, asked = dataclasses.replace(POLICY, floor=3), list[int]()
+    course = Course(wanted=3)
+    for now_s in range(1000, 1030):
+        after = steer(policy, course, demand(2), float(now_s))
+        if after.wanted != 2:
+            asked.append(now_s)
+            course = refused(course, after, size=2, now_s=float(now_s))
+        else:
+            course = after
+    assert asked == [1000, 1010, 1020]
 
 
 def test_a_snapshot_is_read_by_model_and_only_workers_that_take_requests_count() -> None:

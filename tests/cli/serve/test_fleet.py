@@ -7,6 +7,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from octavo import Client
 from octavo.cli.serve import fleet
-from octavo.cli.serve.autoscale import AutoscalePolicy
+from octavo.cli.serve.autoscale import AutoscalePolicy, Course
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel, dividing, follow_load
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
@@ -308,6 +309,44 @@ async def test_another_gateway_tells_the_load_where_one_stands_still(
     await asyncio.gather(following, return_exceptions=True)
     for server in servers:
         await server.stop(None)
+
+
+async def test_the_load_asks_again_for_what_was_refused_without_forgetting_and_tells_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steered, num_asked = list[Course](), 0
+
+    def asking(policy: AutoscalePolicy, course: Course, demand: object, now_s: float) -> Course:
+        steered.append(course)
+        return replace(course, wanted=3, patience=4.0 * course.patience)
+
+    def no_room(workers: int, _: int) -> str:
+        nonlocal num_asked
+        num_asked += 1
+        return "no room"
+
+    monkeypatch.setattr(fleet, "steer", asking)
+
+    class Telling(load_pb2_grpc.LoadServiceServicer):
+        async def WatchLoad(self, request: load_pb2.WatchLoadRequest, context: Any) -> None:
+            while True:
+                await context.write(load_pb2.WatchLoadResponse())
+                await asyncio.sleep(0.01)
+
+    rig = Rig(room=no_room)
+    server, address = grpc.aio.server(), f"unix:{tmp_path}/status.sock"
+    load_pb2_grpc.add_LoadServiceServicer_to_server(Telling(), server)
+    server.add_insecure_port(address)
+    await server.start()
+    following = asyncio.create_task(
+        follow_load(rig.fleet, AutoscalePolicy(floor=1, ceiling=4), [address], rig.notices.append)
+    )
+    await until(lambda: num_asked > 3)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert {(each.wanted, each.patience, each.refused) for each in steered[2:]} == {(2, 1.0, 3), (1, 1.0, 3)}
+    assert rig.notices == ["a keeps 2 workers: no room", "x keeps 1 worker: no room"]
+    await server.stop(None)
 
 
 # ---------------------------------------------------------------- a service of processes
