@@ -1,9 +1,13 @@
 """The checks of `octavo doctor` for the models of --model: checkpoint, device, disk, memory, compiler, kernels, hub."""
 
+import asyncio
+import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli.explain import explain
 from octavo.cli.serve.preflight import check_device, check_model, check_names
@@ -11,6 +15,10 @@ from octavo.cli.settings.groups import ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.worker_config import pick_device
 from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict, available_bytes
+
+if TYPE_CHECKING:
+    from octavo.gateway.text.chat_template import ChatInput
+    from octavo.gateway.text.model_text import ModelText
 
 KERNEL_CACHE_BYTES = 64 << 20
 
@@ -51,14 +59,14 @@ def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
         return _check_download(checkpoint, settings.revision)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     good = Finding(name="checkpoint", verdict=Verdict.GOOD, detail=f"{folder}, {_gib(num_bytes)} of weights")
-    found = [good, *_check_text(folder), *_check_cut(folder, checkpoint, settings.tensor_parallel_size)]
+    found = [good, *_check_text(folder, settings), *_check_cut(folder, checkpoint, settings.tensor_parallel_size)]
     if settings.runner == "torch" and all(each.verdict is not Verdict.BAD for each in found):
         found += _check_products(folder, checkpoint, settings)
     return [*found, _check_room(num_bytes, settings)]
 
 
-def _check_text(folder: Path) -> list[Finding]:
-    """Empty if gateways can tokenize and detokenize the model's text, and it has a chat template."""
+def _check_text(folder: Path, settings: ServeSettings) -> list[Finding]:
+    """Nothing where gateways can read and write the model's text, and chats have a template."""
     from octavo.gateway.text.chat_template import ChatInput
     from octavo.gateway.text.errors import TextError
     from octavo.gateway.text.model_text import ModelText
@@ -70,12 +78,46 @@ def _check_text(folder: Path) -> list[Finding]:
     except TextError as error:
         advice = "callers can send token ids only, and get token ids"
         return [Finding(name="tokenizer", verdict=Verdict.WARNING, detail=f"{folder}: {error}", advice=advice)]
-    try:
-        text.template_of(ChatInput(messages=[]))
-    except TextError as error:
-        advice = "completions work, chats do not; a chat_template.jinja in the folder would be taken"
-        return [Finding(name="template", verdict=Verdict.WARNING, detail=f"{folder}: {error}", advice=advice)]
-    return [Finding(name="note", verdict=Verdict.WARNING, detail=f"{folder}: {note}") for note in described.notes]
+    notes = [Finding(name="note", verdict=Verdict.WARNING, detail=f"{folder}: {note}") for note in described.notes]
+    for kind, chat in (("", _CHAT), (" with tools", _CHAT | {"tools": [_TOOL]})):
+        try:
+            _write_chat(text, ChatInput(**chat), settings)
+        except TextError as error:
+            advice = f"completions work, chats{kind} do not; a chat_template.jinja in the folder would be taken"
+            detail = f"{folder}: {error}"
+            return [*notes, Finding(name="template", verdict=Verdict.WARNING, detail=detail, advice=advice)]
+    return notes
+
+
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "How are you?"}]}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+
+
+def _write_chat(text: "ModelText", chat: "ChatInput", settings: ServeSettings) -> None:
+    """As gateways do it, with their limits. Raises TextError."""
+    from octavo.gateway.config import ProcessLimits
+    from octavo.gateway.text.errors import TemplateError
+    from octavo.gateway.text.model_text import Bounds, finish
+    from octavo.gateway.text.process_pool import RenderPool
+
+    async def rendered() -> str:
+        pool = RenderPool(ProcessLimits(cpu_s=settings.template_cpu_s))
+        try:
+            given = json.dumps(asdict(chat)).encode()
+            return await pool.render(text.template_of(chat), given, max_bytes=settings.max_prompt_bytes)
+        finally:
+            await pool.close()
+
+    bounds = Bounds(max_bytes=settings.max_prompt_bytes)
+    if not len(finish(text.rendered_encoding(asyncio.run(rendered()), "", bounds)).ids_T):
+        raise TemplateError("the chat template writes nothing for a chat")
 
 
 def _check_files(folder: Path, settings: ServeSettings) -> None:

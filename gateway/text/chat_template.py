@@ -70,6 +70,8 @@ class ChatTemplate:
                     raise PromptTooLong(num_bytes=num_bytes, max_bytes=max_bytes)
         except (PromptTooLong, MemoryError):
             raise
+        except jinja2.TemplateSyntaxError as error:  # no messages would do
+            raise TemplateError(f"the model's chat template is broken, line {error.lineno}: {error.message}") from error
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or "the chat template refused the messages") from error
         except Exception as error:  # a template is foreign code: it can raise anything, on some messages only

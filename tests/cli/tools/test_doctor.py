@@ -94,6 +94,30 @@ def test_it_warns_of_what_callers_would_be_refused(tmp_path: Path) -> None:
     assert (warning.verdict, "only the ByteLevel decoder" in warning.detail) == (Verdict.WARNING, True)
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for m in messages %}x", "the model's chat template is broken, line 1: Unexpected end of template"),
+        ("a\n{{ messages | nothing }}", "the model's chat template is broken, line 2: No filter named 'nothing'."),
+        ("{{ messages[0].name.first }}", "'dict object' has no attribute 'name'"),
+        ("{{ raise_exception('only in pairs') }}", "only in pairs"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "and was stopped"),
+        ("{# nothing #}", "writes nothing for a chat"),
+        ("x{% if tools %}{{ raise_exception('no tools') }}{% endif %}", "no tools"),
+    ],
+)
+def test_it_says_which_chats_would_be_refused(template: str, told: str, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    settings = ServeSettings(model=(str(folder),), template_cpu_s=1)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "template" not in found(settings)
+    (folder / "chat_template.jinja").write_text(template)
+    finding = found(settings)["template"]
+    assert (finding.verdict, told in finding.detail) == (Verdict.WARNING, True), finding.detail
+    chats = "chats with tools" if "tools" in template else "chats"
+    assert finding.advice == f"completions work, {chats} do not; a chat_template.jinja in the folder would be taken"
+
+
 def test_a_checkpoint_of_the_hubs_that_is_half_here_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
