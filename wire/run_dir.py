@@ -25,9 +25,10 @@ class RunDirError(Exception):
 
 
 def default_run_dir() -> Path:
-    """$XDG_RUNTIME_DIR/octavo, else /tmp/octavo-<uid>."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "octavo" if runtime else Path("/tmp") / f"octavo-{os.geteuid()}"
+    """$XDG_RUNTIME_DIR/octavo, else /tmp/octavo-<uid>. A variable that is no absolute path is none, as the standard has
+    it: it would name another folder in each working directory."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "octavo" if runtime.startswith("/") else Path("/tmp") / f"octavo-{os.geteuid()}"
 
 
 def ensure_run_dir(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import typer
 from octavo.cli.errors import usage
 from octavo.cli.help import PlainCommand
 from octavo.cli.settings.groups import ALL_KEYS, ClientSettings
-from octavo.cli.settings.options import with_settings
+from octavo.cli.settings.options import PATH, given_path, with_settings
 from octavo.cli.settings.resolve import Resolved
 
 PANEL = "Watch a service"
@@ -60,6 +60,8 @@ class DatasetOptions:
         typer.Option(
             help="ShareGPT JSON, JSONL of prompts, or a trace (CSV, JSONL); unset: random prompts.",
             rich_help_panel=DATASET,
+            parser=given_path,
+            metavar=PATH,
         ),
     ] = None
     num_prompts: Annotated[
@@ -108,8 +110,12 @@ def bench(
     *,
     load: LoadOptions,
     data: DatasetOptions,
-    save: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw them into this SVG file.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the figures to this JSON file.", parser=given_path, metavar=PATH)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw them into this SVG file.", parser=given_path, metavar=PATH)
+    ] = None,
 ) -> int:
     """Measure a running service as `vllm bench serve` does: throughput, TTFT, TPOT, ITL, E2EL.
 

@@ -11,6 +11,7 @@ import typer
 
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
+from octavo.cli.settings.options import PATH, given_path
 
 if TYPE_CHECKING:
     from octavo.client.requests import GenerateFields  # messages: not in every process of a service
@@ -100,7 +101,13 @@ class ConstraintOptions:
     """What the output must look like; see `cli.client.generate_options`."""
 
     json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", help="File of a JSON schema that the output must satisfy.")
+        Path | None,
+        typer.Option(
+            "--json-schema",
+            help="File of a JSON schema that the output must satisfy.",
+            parser=given_path,
+            metavar=PATH,
+        ),
     ] = None
     format_as_annotation: Annotated[
         bool, typer.Option("--format-as-annotation", help="Formats of the schema that are not known mean nothing.")
@@ -108,7 +115,10 @@ class ConstraintOptions:
     json_object: Annotated[bool, typer.Option("--json-object", help="The output must be a JSON object.")] = False
     regex: Annotated[str, typer.Option("--regex", help="Regular expression that the output must match.")] = ""
     ebnf: Annotated[
-        Path | None, typer.Option("--ebnf", help="File of a grammar (GBNF) that the output must be of.")
+        Path | None,
+        typer.Option(
+            "--ebnf", help="File of a grammar (GBNF) that the output must be of.", parser=given_path, metavar=PATH
+        ),
     ] = None
     choices: Annotated[
         list[str] | None, typer.Option("--choice", help="What the output may be; repeat for several.")

@@ -20,6 +20,9 @@ from octavo.cli.settings.setting import Settings, choices_of, flag_of, help_of, 
 
 CONFIG_HELP = "Configuration file (TOML). (OCTAVO_CONFIG; else ./octavo.toml where it exists)"
 
+PATH = "<path>"
+"""What help shows for a path."""
+
 
 def with_settings(
     group: type[Settings], known_keys: frozenset[str]
@@ -44,6 +47,14 @@ def with_settings(
         return command
 
     return decorate
+
+
+def given_path(text: str | Path) -> Path:
+    """The value of an option that is a path and no setting. Raises typer's BadParameter where it is empty, which Path
+    takes for this folder: as of a variable that is not set, in quotes."""
+    if not str(text):
+        raise typer.BadParameter("it is empty: give a path, or leave it out")
+    return Path(text)
 
 
 def shown(value: object) -> str:
@@ -96,9 +107,9 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         show_default=False,
         rich_help_panel=help_.panel,
         hidden=help_.visibility == "hidden",
-        metavar="|".join(choices_of(field)) or None,
+        metavar=PATH if kind is Path else "|".join(choices_of(field)) or None,
     )
-    return Annotated[kind | None, option]
+    return Annotated[(str if kind is Path else kind) | None, option]  # Path takes an empty text for this folder
 
 
 def _kind(field: FieldInfo) -> Any:
@@ -112,5 +123,8 @@ def _kind(field: FieldInfo) -> Any:
 
 
 def _config_option() -> inspect.Parameter:
-    annotation = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP, rich_help_panel="Configuration")]
+    option = typer.Option(
+        "--config", help=CONFIG_HELP, rich_help_panel="Configuration", parser=given_path, metavar=PATH
+    )
+    annotation = Annotated[Path | None, option]
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -5,6 +5,7 @@ Must not know any particular setting.
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -33,6 +34,18 @@ class Settings(BaseModel):
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
             raise ValueError("input should be a number, not true or false")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_path_that_can_be_one(cls, value: object, info: ValidationInfo) -> object:
+        """An empty text would be this folder: it is a variable that is not set, in quotes."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, str) and Path in (kind, *get_args(kind)):
+            if not value:
+                raise ValueError("a path should not be empty; leave it out instead")
+            if "\0" in value:
+                raise ValueError("a path should have no NUL in it")
         return value
 
 

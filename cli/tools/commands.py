@@ -11,7 +11,7 @@ from octavo.cli.help import PlainCommand, PlainGroup
 from octavo.cli.settings.access import CredentialSettings
 from octavo.cli.settings.addresses import split_address
 from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ScaleSettings, ServeSettings
-from octavo.cli.settings.options import with_settings
+from octavo.cli.settings.options import PATH, given_path, with_settings
 from octavo.cli.settings.resolve import Resolved, Source
 from octavo.wire.host import let_threads_sleep
 
@@ -302,7 +302,9 @@ def docs() -> int:
 
 def new(
     name: Annotated[str, typer.Argument(help="Name of the pair: NAME.key is secret, NAME.pub is for its peers.")],
-    folder: Annotated[Path, typer.Option("--folder", help="Where to put them; made 0700 if new.")] = Path("keys"),
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where to put them; made 0700 if new.", parser=given_path, metavar=PATH)
+    ] = Path("keys"),
 ) -> int:
     """Make a CURVE key pair."""
     from octavo.cli.errors import CliError
@@ -320,7 +322,13 @@ def new(
 def new_api(
     name: Annotated[str, typer.Argument(help="Name of the key, as the log will show it.")],
     file: Annotated[
-        Path, typer.Option("--file", help="File of keys (--api-keys-file of the gateway); made 0600 if new.")
+        Path,
+        typer.Option(
+            "--file",
+            help="File of keys (--api-keys-file of the gateway); made 0600 if new.",
+            parser=given_path,
+            metavar=PATH,
+        ),
     ] = Path("keys/api-keys.toml"),
     tenant: Annotated[str | None, typer.Option("--tenant", help="Whose it is; unset: the name.")] = None,
     scope: Annotated[

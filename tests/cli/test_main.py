@@ -167,6 +167,31 @@ def test_a_mistake_is_told_in_three_lines(
     assert error_lines(capsys) == lines
 
 
+def path_options() -> list[tuple[list[str], str]]:
+    """Every option of every command that help shows a path for."""
+    found = []
+    for path in every_command():
+        command = get_command(app)
+        for name in path:
+            command = command.commands[name]  # type: ignore[attr-defined]
+        found += [
+            (path, max(each.opts, key=len)) for each in command.params if getattr(each, "metavar", None) == "<path>"
+        ]
+    assert len(found) > 50
+    return found
+
+
+@pytest.mark.parametrize(("path", "flag"), path_options(), ids=str)
+def test_an_empty_path_is_told_by_its_flag(
+    path: list[str], flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = {"new": ["a"], "new-api": ["a"], "generate": ["x"], "cancel": ["r"], "scale": ["2"], "verify": ["m"]}
+    assert main([*path, *words.get(path[-1], []), f"{flag}="]) == 2
+    assert flag in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nobody_to_talk_to_is_told_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--port", "1", "--timeout-s", "60"]) == 1
     lines = error_lines(capsys)

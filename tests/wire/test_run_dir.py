@@ -100,6 +100,8 @@ def test_the_default_is_in_the_users_runtime_directory(monkeypatch: pytest.Monke
     assert default_run_dir() == Path("/run/user/7/octavo")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert default_run_dir() == Path(f"/tmp/octavo-{os.geteuid()}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "run")  # each working directory would have another
+    assert default_run_dir() == Path(f"/tmp/octavo-{os.geteuid()}")
 
 
 _HOLD = """

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from octavo.cli.errors import CliError
 from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, ServeSettings
 from octavo.cli.settings.resolve import Origin, Source, read_file, resolve
-from octavo.cli.settings.setting import flag_of, variable_of
+from octavo.cli.settings.setting import Settings, flag_of, variable_of
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +205,36 @@ def test_a_file_that_was_asked_for_must_be_there(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("OCTAVO_CONFIG", str(tmp_path / "absent.toml"))
     with pytest.raises(CliError, match=r"absent\.toml is not a file"):
         resolve(ServeSettings, {})
+
+
+def paths() -> list[tuple[type[Settings], str]]:
+    """Every setting that is a path, with a command's group that has it."""
+    found = {
+        name: group
+        for group in COMMANDS.values()
+        for name, field in group.model_fields.items()
+        if Path in (field.annotation, *get_args(field.annotation))
+    }
+    assert len(found) > 15
+    return [(group, name) for name, group in found.items()]
+
+
+@pytest.mark.parametrize(("group", "name"), paths())
+def test_an_empty_path_is_refused_by_its_name_and_an_empty_variable_is_none(
+    group: type[Settings], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was this folder, where the file of settings has nothing in quotes."""
+    file = write(tmp_path, f'{name} = ""\n')
+    with pytest.raises(CliError) as refused:
+        resolve(group, {}, known_keys=ALL_KEYS)
+    assert refused.value.what == f"bad value for {flag_of(name)}"
+    assert refused.value.numbers == f"{file.name} is '': a path should not be empty; leave it out instead"
+    write(tmp_path, f'{name} = "a\\u0000b"\n')
+    with pytest.raises(CliError, match="a path should have no NUL in it"):
+        resolve(group, {}, known_keys=ALL_KEYS)
+    write(tmp_path, "")
+    monkeypatch.setenv(variable_of(name), "")
+    assert getattr(resolve(group, {}).settings, name) is None
 
 
 def test_flag_variable_and_key_are_one_name_for_every_setting() -> None:
