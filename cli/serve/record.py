@@ -20,6 +20,7 @@ from octavo.cli.serve.launch import Role
 from octavo.cli.serve.placement import Board
 from octavo.cli.serve.service import Kept, Notice
 from octavo.cli.settings.addresses import join_address, reachable
+from octavo.cli.settings.model_names import name_of_model, split_model
 from octavo.cli.whole_file import write_whole
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir, ensure_run_dir
 
@@ -31,15 +32,16 @@ Fields = TypeVar("Fields")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
-    """One process: its name, what it is (gateway, worker, openai), a worker's model, where its /metrics are, the
-    address of one that speaks HTTP to callers, the file of its settings, which its command line names, and where
-    callers reach a gateway of another host. Empty: none. model_addresses: where callers of such a gateway who name no
-    model mean one, by model. is_placed: on a host that the cluster chooses. is_leaving: it is to end, and not to be
-    started again."""
+    """One process: its name, what it is (gateway, worker, openai), a worker's model by the name that it is served by,
+    and its checkpoint as --model has it, where its /metrics are, the address of one that speaks HTTP to callers, the
+    file of its settings, which its command line names, and where callers reach a gateway of another host. Empty: none.
+    model_addresses: where callers of such a gateway who name no model mean one, by model. is_placed: on a host that
+    the cluster chooses. is_leaving: it is to end, and not to be started again."""
 
     name: str
     role: str
     model: str
+    checkpoint: str = ""
     metrics: str
     url: str
     settings_file: str
@@ -95,7 +97,8 @@ def record_of(
             ProcessRecord(
                 name=plan.name,
                 role=plan.role.value,
-                model=plan.model,
+                model=name_of_model(plan.model) if plan.model else "",
+                checkpoint=split_model(plan.model)[1],
                 metrics=join_address(reachable(metrics_host), plan.metrics_port) if plan.metrics_port else "",
                 url=plan.url or "",
                 settings_file=str(run_dir / f"{plan.name}.toml"),

@@ -44,6 +44,7 @@ class ProcessState:
 
     state: ready, loading (it answers nobody yet), waiting (for a gateway to take it, or for a host), draining,
     down (not running now).
+    model: by its name; checkpoint: as --model has it, where this machine knows.
     requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
     tensor-parallel. address: where callers reach a gateway of another host, of which nothing else is known here;
     model_addresses: and those who mean a model by the port.
@@ -53,6 +54,7 @@ class ProcessState:
     role: str
     state: str
     model: str = ""
+    checkpoint: str = ""
     url: str = ""
     address: str = ""
     model_addresses: Mapping[str, str] = field(default_factory=dict)
@@ -194,6 +196,7 @@ def _told_by_gateways(process: ProcessRecord, told: Sequence[Samples]) -> Proces
         role=process.role,
         state=state,
         model=process.model,
+        checkpoint=process.checkpoint,
         requests=int(sum(requests)) if requests else None,
     )
 
@@ -211,6 +214,7 @@ def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
         model_addresses=process.model_addresses,
         state=_state(process, pid, samples),
         model=process.model,
+        checkpoint=process.checkpoint,
         pid=pid,
         uptime_s=None if pid is None else _uptime_s(pid),
         requests=_count(samples, *(counted if is_worker else ("octavo_gateway_requests",))),

@@ -163,3 +163,22 @@ def test_a_gateway_of_another_host_is_listed_with_the_addresses_of_models(folder
     Listing([].append).put(record.record_of("x:1", folder, [kept], metrics_host="0.0.0.0", board=board))
     (found,) = running_services()[0].processes
     assert (found.address, found.model_addresses) == ("10.0.0.2:5", {"two": "10.0.0.2:8"})
+
+
+def test_a_worker_is_listed_by_the_name_of_its_model_with_the_checkpoint_beside_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "my-model"
+    model.mkdir()
+    asked = (str(model), f"two={model}", "Qwen/Qwen2.5-0.5B-Instruct")
+    plans = [
+        ProcessPlan(name=f"worker-{n}", role=Role.WORKER, settings={"model": [each]}, metrics_port=1 + n)
+        for n, each in enumerate(asked)
+    ]
+    kept = [Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None)) for plan in plans]
+    found = record.record_of("h:1", Path("/run"), kept, metrics_host="0.0.0.0", board=Board({})).processes
+    assert [(each.model, each.checkpoint) for each in found] == [
+        ("my-model", str(model)),
+        ("two", str(model)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    ]
