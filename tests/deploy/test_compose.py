@@ -62,6 +62,17 @@ def test_every_variable_is_a_setting_of_its_command(compose: dict[str, Any]) -> 
         assert {name.removeprefix("OCTAVO_").lower() for name in names} <= group.model_fields.keys()
 
 
+def test_workers_have_the_hubs_variables_of_whoever_starts_them(compose: dict[str, Any]) -> None:
+    """A key without a value is passed on where it is set, and is not set otherwise: an empty token would be refused."""
+    for name in ("worker-gpu", "worker-cpu"):
+        environment = compose["services"][name]["environment"]
+        assert {variable: environment[variable] for variable in ("HF_TOKEN", "HF_ENDPOINT")} == {
+            "HF_TOKEN": None,
+            "HF_ENDPOINT": None,
+        }
+    assert "HF_TOKEN" not in compose["services"]["gateway"]["environment"]
+
+
 def test_no_port_is_published_beyond_loopback_and_nobody_keeps_privileges(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))

@@ -200,7 +200,7 @@ def check_pod(pod: Mapping[str, Any], role: str) -> None:
     assert container["args"] == [role]
     settings = set(COMMANDS[role].model_fields) | set(HealthSettings.model_fields)
     names = {each["name"].removeprefix("OCTAVO_").lower() for each in container["env"]}
-    assert names <= settings
+    assert names - ({"hf_token"} if role == "worker" else set()) <= settings
     mounted = {each["name"] for each in container["volumeMounts"]}
     claims = {"cache", "models"} if role == "worker" else set()
     assert mounted == {each["name"] for each in pod["volumes"]} | claims
@@ -258,6 +258,18 @@ def test_secrets_are_mounted_for_their_group_and_only_what_a_role_needs() -> Non
         assert {each["key"] for each in keys["items"]} == expected
         assert keys["defaultMode"] == 0o440  # as root's file that the pod's group reads: octavo.wire.keys admits it
         assert pod["securityContext"]["fsGroup"] == 10001
+
+
+def test_workers_download_gated_models_by_either_protocol_where_there_is_a_token() -> None:
+    resources = manifests()
+    (token,) = [each for each in pod_of(resources, "worker")["containers"][0]["env"] if each["name"] == "HF_TOKEN"]
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "octavo-hub", "key": "token", "optional": True}}
+    assert "HF_TOKEN" not in {each["name"] for each in pod_of(resources, "gateway")["containers"][0]["env"]}
+    policy = of_kind(resources, "NetworkPolicy", "octavo-worker")["spec"]
+    (hub,) = [rule for rule in policy["egress"] if rule["ports"] == [{"port": 443}]]
+    assert [each["ipBlock"]["cidr"] for each in hub["to"]] == ["0.0.0.0/0", "::/0"]
+    told = (FOLDER.parents[1] / "docs/kubernetes.md").read_text()
+    assert 'create secret generic octavo-hub --from-literal=token="$HF_TOKEN"' in told
 
 
 def test_the_rules_are_those_of_prometheus_alone() -> None:
