@@ -81,7 +81,10 @@ def _shown(value: object) -> str:
 
 def _where(figures: dict[str, Any]) -> str:
     runs = sorted({(each["date"], each["commit"], each["machine"]) for each in figures.values()})
-    listed = "; ".join(f"{date}, commit {commit}, {machine}" for date, commit, machine in runs)
+    listed = "; ".join(
+        f"{date}, {f'commit {commit}' if commit else 'a commit that was rewritten since'}, {machine}"
+        for date, commit, machine in runs
+    )
     return f"Figures: {listed}.\n"
 
 

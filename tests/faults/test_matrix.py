@@ -1,9 +1,13 @@
 """docs/reliability.md is true: every row, mutant and control has tests that exist, and the page is the matrix's."""
 
 import ast
+import json
+import subprocess
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from tests.faults.matrix import ROWS
 from tests.faults.mutants import CONTROLS, MUTANTS
@@ -46,6 +50,21 @@ def test_all_mutants_and_controls_are_noticed_by_tests_that_exist(repository: Pa
     assert len(CONTROLS) == 4
     assert absent([test for mutant in MUTANTS for test in mutant.tests], repository) == []
     assert absent([test for tests in CONTROLS.values() for test in tests], repository) == []
+
+
+def test_every_commit_that_figures_name_is_of_this_history(repository: Path) -> None:
+    """One that a rebase has taken away can be looked up by nobody."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True, check=False, timeout=60)
+        return done.stdout if done.returncode == 0 else ""
+
+    if git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("no repository with its history is here")
+    figures = json.loads((repository / "docs" / "reliability.json").read_text())
+    named = {each["commit"] for each in figures.values() if each["commit"]}
+    known = git("rev-list", "HEAD").split()
+    assert [commit for commit in sorted(named) if not any(each.startswith(commit) for each in known)] == []
 
 
 def test_the_page_is_current() -> None:

@@ -1,6 +1,7 @@
 """Figures that fault tests measure: shown always, kept where `OCTAVO_FIGURES` names a file of JSON.
 
-One entry a row of the matrix: its figures, with date, commit and machine of the run that gave them.
+One entry a row of the matrix: its figures, with date, commit and machine of the run that gave them. An empty commit is
+one that the history no longer has: a rebase takes it away.
 """
 
 import json
