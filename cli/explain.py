@@ -63,6 +63,7 @@ _KNOWN = {
         "a path or a word has bytes that are no text in this locale",
         "choose a locale with UTF-8 (LC_ALL=C.UTF-8), or rename the file or folder",
     ),
+    "TooFewDescriptors": ("too few files may be open", "raise ulimit -n (a container's is --ulimit nofile)"),
     "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),
     "TracingError": ("traces cannot be had", "or set OTEL_SDK_DISABLED=true"),
     "FormatUnavailable": (

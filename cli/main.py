@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,14 +15,46 @@ from typing import TextIO
 
 from octavo.cli.errors import INTERRUPTED, CliError
 
+SERVICES = ["serve"], ["gateway"], ["worker"], ["openai"]
+
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run a command and exit with its code; errors in three lines on stderr."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if os.getpid() == 1 or words[:1] in SERVICES:
+        _take_signals()
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         _print_what_can_be(stream)
     _leave_a_removed_folder()
-    sys.exit(_flushed(main(sys.argv[1:] if arguments is None else arguments)))
+    try:
+        code = main(words)
+    except _Ended as ended:
+        _flushed(0)
+        signal.signal(ended.number, signal.SIG_DFL)
+        os.kill(os.getpid(), ended.number)  # whoever started this process sees by what it ended
+        raise
+    sys.exit(_flushed(code))
+
+
+class _Ended(SystemExit):
+    """By a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _take_signals() -> None:
+    """Until a service has handlers of its own, seconds later: what it has made by then is removed. The first process of
+    a container has no other way to end by SIGTERM, which the kernel keeps from one without a handler."""
+
+    def end(number: int, frame: object) -> None:
+        raise _Ended(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, end)
 
 
 def _open_closed_streams() -> None:

@@ -20,7 +20,9 @@ from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
 from octavo.client.errors import FieldViolation, InvalidRequest, Unavailable
 from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.config import ConnectionConfig
 from octavo.gateway.rpc.addresses import AddressError, BindError
+from octavo.gateway.rpc.connections import TooFewDescriptors, connection_limits
 from octavo.model.errors import CheckpointError
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import KeyFileError
@@ -39,6 +41,16 @@ def test_no_folder_for_temporary_files_names_the_variable() -> None:
     error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
     explained = explain(error)
     assert (explained.numbers, explained.change) == (error.strerror, "name one with TMPDIR")
+
+
+def test_a_limit_on_files_names_the_limit_to_raise() -> None:
+    with pytest.raises(TooFewDescriptors) as refused:
+        connection_limits(ConnectionConfig(), 64)
+    assert lines(refused.value) == (
+        "too few files may be open",
+        "ulimit -n is 64: a gateway needs at least 128 file descriptors",
+        "raise ulimit -n (a container's is --ulimit nofile)",
+    )
 
 
 def test_a_rank_that_is_lost_while_it_loads_is_no_defect_to_be_reported() -> None:

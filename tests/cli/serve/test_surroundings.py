@@ -1,5 +1,6 @@
 """`octavo serve` in surroundings that no developer has: it serves, or says in one sentence why not."""
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -156,3 +157,37 @@ def test_a_reader_of_the_log_that_has_stopped_stops_nothing(tmp_path: Path, vari
     finally:
         stop_by_force(process)
         os.close(unread)
+
+
+APART = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+def can_be_apart() -> bool:
+    """Whether this system lets us have a namespace of processes."""
+    with contextlib.suppress(OSError):
+        return subprocess.run([*APART, "true"], capture_output=True, timeout=60, check=False).returncode == 0
+    return False
+
+
+@pytest.mark.skipif(not can_be_apart(), reason="this system gives no namespace of processes")
+@pytest.mark.parametrize("role", ["gateway", "worker"])
+def test_the_first_process_of_a_container_takes_sigterm_while_it_still_imports(role: str, tmp_path: Path) -> None:
+    """The kernel gives it none for which it has no handler: `docker stop` waited out its grace."""
+    words = ["--metrics-port=0"] if role == "gateway" else ["--runner=oracle", "--worker-metrics-port=0"]
+    with (tmp_path / "log").open("wb") as output:
+        outer = subprocess.Popen(
+            [*APART, *OCTAVO, role, f"--run-dir={tmp_path / 'run'}", *words],
+            cwd=tmp_path, env=environment(), stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while outer.poll() is None:
+            assert time.monotonic() < deadline_s
+            for inner in psutil.Process(outer.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    inner.terminate()
+            time.sleep(0.02)
+        assert outer.returncode == 128 + signal.SIGTERM
+        assert said(tmp_path) == ""
+    finally:
+        stop_by_force(outer)
