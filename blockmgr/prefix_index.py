@@ -216,7 +216,7 @@ class PrefixIndex:
             if block is None:
                 break
             blocks.append(block)
-        hits = self._proven(np.array(blocks, np.int32), token_ids_T, salt)
+        hits = self._proven(np.array(blocks, np.int32), token_ids_T, salt, _ROOT_ENTRY)
         chain.digests = known[: len(hits)]
         chain.entries = self.entry_P[hits].tolist()
         return hits, chain
@@ -229,6 +229,7 @@ class PrefixIndex:
         int32, whose pools the caller updates.
         """
         self._forget_unreachable(chain)
+        self._follow(chain, blocks[len(chain) :], token_ids_T[len(chain) * self._block_size :])
         data, width = token_ids_T[len(chain) * self._block_size :].tobytes(), 4 * self._block_size
         blocks = blocks[len(chain) :]
         replaced: list[int] = []
@@ -302,12 +303,22 @@ class PrefixIndex:
             tier=Tier.HOST if block >= self.first_host_block else Tier.DEVICE,
         )
 
-    def _proven(self, blocks: np.ndarray, token_ids_T: np.ndarray, salt: str) -> np.ndarray:
-        """The candidates before the first one whose tokens, parent or salt differ."""
+    def _follow(self, chain: Chain, blocks: np.ndarray, token_ids_T: np.ndarray) -> None:
+        """Blocks that another slot, which shares them, has entered: none is hashed again, or the last of a hundred
+        forks would hash a long prompt as the first one did."""
+        is_entered = self.holds(blocks)
+        num_entered = len(blocks) if is_entered.all() else int(np.argmin(is_entered))
+        parent = chain.entries[-1] if chain.entries else _ROOT_ENTRY
+        known = self._proven(blocks[:num_entered], token_ids_T, chain.salt, parent)
+        chain.digests += [self.digest_of[block] or b"" for block in known.tolist()]
+        chain.entries += self.entry_P[known].tolist()
+
+    def _proven(self, blocks: np.ndarray, token_ids_T: np.ndarray, salt: str, parent: int) -> np.ndarray:
+        """The candidates before the first one whose tokens, parent or salt differ. parent: entry before the first."""
         if not len(blocks) or self._salt_of[blocks[0]] != salt:
             return _NO_BLOCKS
         wanted = token_ids_T[: len(blocks) * self._block_size].reshape(-1, self._block_size)
-        parents = np.concatenate([[_ROOT_ENTRY], self.entry_P[blocks[:-1]]])
+        parents = np.concatenate([[parent], self.entry_P[blocks[:-1]]])
         is_equal = (self._tokens_PB[blocks] == wanted).all(axis=1) & (self.parent_entry_P[blocks] == parents)
         return blocks if is_equal.all() else blocks[: int(np.argmin(is_equal))]
 

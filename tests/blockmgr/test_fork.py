@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr import BlockManager, OutOfBlocks
+from octavo.blockmgr.prefix_index import hash_block
 from tests.support.blockmgr.state import full_state
 
 MakeManager = Callable[..., BlockManager]
@@ -144,3 +145,35 @@ def test_a_write_outside_the_row_is_an_error(make_manager: MakeManager) -> None:
             manager.prepare_write(slot, position)
     with pytest.raises(ValueError, match="nobody holds slot 3"):
         manager.prepare_write_many(np.array([3], np.int32), np.array([0]))
+
+
+def test_forks_hash_only_what_no_other_has_entered(make_manager: MakeManager) -> None:
+    hashed: list[bytes] = []
+
+    def counting(parent: bytes, token_bytes: bytes) -> bytes:
+        hashed.append(token_bytes)
+        return hash_block(parent, token_bytes)
+
+    manager = make_manager(hash_function=counting)
+    slot = manager.admit("p", TEN, reserve_tokens=10).slot
+    children = [manager.fork(slot, name, num_tokens=10) for name in ("c", "d")]
+    manager.commit(slot, TEN, 10)
+    for token, child in enumerate(children, start=30):
+        manager.prepare_write(child, 10)
+        output = np.array([*TEN, token, token, 0], np.int32)
+        hashed.clear()
+        manager.commit(child, output, 12)
+        assert hashed == [output[8:12].tobytes()]
+        assert manager.match(output) == 12
+    assert manager.audit().violations == ()
+
+
+def test_a_fork_follows_no_block_whose_parent_has_left_the_index(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    slot = manager.admit("p", TEN, reserve_tokens=10).slot
+    child = manager.fork(slot, "c", num_tokens=10)
+    manager.commit(slot, TEN, 10)
+    manager.taint(manager.admit("q", TEN[:5]).slot)
+    manager.commit(child, TEN, 10)
+    assert manager.match(TEN) == 0
+    assert manager.audit().violations == ()
