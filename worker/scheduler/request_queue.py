@@ -190,6 +190,13 @@ class WaitingHeap:
         self._skip_gone(self._by_age)
         return self._by_age[0][-1] if self._by_age else None
 
+    def earliest_head(self) -> int:
+        """The order of whichever may be the head next, as time goes by, that came first: nobody else is before another
+        request comes or leaves. One must wait."""
+        self._skip_gone(self._by_age)
+        self._skip_gone(self._by_rank)
+        return min(self._by_age[0][1], self._by_rank[0][1])
+
     def contends(self, priority: int, now_s: float) -> bool:
         """Whether a request here has this priority, or is aged; none has a higher one."""
         head = self.head(now_s)
@@ -206,6 +213,57 @@ class WaitingHeap:
             heapq.heappop(heap)
 
 
+class TenantTurns:
+    """Whose turn it is, of the tenants that wait: found without a look at each, of whom there may be thousands.
+
+    A tenant's place is what it had been served, and its next request's order, when it was looked at last. It is never
+    behind its place now: what it has been served only grows, and where its requests change, `note` is told. So those
+    at the front are looked at until one is found that is before the places of all others.
+    """
+
+    def __init__(self, fairness: TenantFairness, heaps: Mapping[str, WaitingHeap]) -> None:
+        self._fairness = fairness
+        self._heaps = heaps
+        self._places: list[tuple[int, int, str]] = []  # a heap
+        self._place_of: dict[str, tuple[int, int]] = {}  # other entries of the heap are out of date
+
+    def note(self, tenant: str) -> None:
+        """Its requests are other ones now, or all have left."""
+        heap, former = self._heaps.get(tenant), self._place_of.pop(tenant, None)
+        if heap is None:
+            return
+        place = self._place_of[tenant] = self._fairness.served(tenant), heap.earliest_head()
+        if place != former:
+            self._put(place, tenant)
+
+    def due(self, priority: int, now_s: float) -> str:
+        """Who had least of those that contend, and of equals whose next request came first. At least one contends;
+        settle first."""
+        best: tuple[int, int, str] | None = None
+        looked_at: list[str] = []
+        while self._places and (best is None or self._places[0] < best):
+            served, order, tenant = heapq.heappop(self._places)
+            if self._place_of.get(tenant) != (served, order):
+                continue
+            del self._place_of[tenant]
+            looked_at.append(tenant)
+            heap = self._heaps[tenant]
+            if heap.contends(priority, now_s) and (head := heap.head(now_s)) is not None:
+                place = self._fairness.served(tenant), head.order, tenant
+                best = place if best is None else min(best, place)
+        for tenant in looked_at:
+            self.note(tenant)
+        assert best is not None
+        return best[-1]
+
+    def _put(self, place: tuple[int, int], tenant: str) -> None:
+        if len(self._places) > 2 * len(self._place_of) + _SLACK:
+            self._places = [(*other, name) for name, other in self._place_of.items()]
+            heapq.heapify(self._places)
+        else:
+            heapq.heappush(self._places, (*place, tenant))
+
+
 class RequestQueue:
     """The requests that wait for a slot."""
 
@@ -217,6 +275,7 @@ class RequestQueue:
         self._all = WaitingHeap(self._spells)
         self._begun = WaitingHeap(self._spells)  # those that have run before
         self._by_tenant: dict[str, WaitingHeap] = {}  # of tenants that wait
+        self._turns = TenantTurns(fairness, self._by_tenant)
         self._turn: str | None = None
 
     def __len__(self) -> int:
@@ -234,6 +293,7 @@ class RequestQueue:
             each.push(request, aged_at_s=aged_at_s)
         if request.first_scheduled_s is not None:
             self._begun.push(request, aged_at_s=aged_at_s)
+        self._turns.note(request.run.tenant)
 
     def remove(self, request: Request, now_s: float) -> None:
         """It waits no longer: admitted or ended."""
@@ -247,6 +307,7 @@ class RequestQueue:
         heap.num_waiting -= 1
         if not heap.num_waiting:
             del self._by_tenant[tenant]
+        self._turns.note(tenant)
         if tenant == self._turn:
             self._turn = None
 
@@ -280,17 +341,12 @@ class RequestQueue:
         return turn if begun is None or turn.turn_rank < begun.turn_rank else begun
 
     def _heap_of_turn(self, priority: int, now_s: float) -> WaitingHeap:
-        """priority: the highest that waits. A look at each tenant that waits, once a turn."""
+        """priority: the highest that waits."""
         heap = self._by_tenant.get(self._turn) if self._turn is not None else None
         if heap is not None and heap.contends(priority, now_s):
             return heap
         self.fairness.settle()
-        heads = [
-            head
-            for heap in self._by_tenant.values()
-            if heap.contends(priority, now_s) and (head := heap.head(now_s)) is not None
-        ]
-        self._turn = min(heads, key=self._due).run.tenant
+        self._turn = self._turns.due(priority, now_s)
         self.fairness.take_turn(self._turn)
         return self._by_tenant[self._turn]
 

@@ -97,11 +97,11 @@ class FairReference:
 
 NUM_SLOTS = 4
 AGING_S = 10.0
-WEIGHTS = {"a": 1, "b": 2, "c": 5}
+WEIGHTS = {"a": 1, "b": 2, "c": 5, **dict.fromkeys("defghijklmnop", 4)}
 KINDS = ("add", "admit", "tokens", "end", "preempt", "cancel", "wait")
 
 
-def drawn_events(seed: int, count: int) -> list[tuple[Any, ...]]:
+def drawn_events(seed: int, count: int, tenants: str = "abc") -> list[tuple[Any, ...]]:
     """What happens to the queue and to those that run; most of the time several tenants wait. A list of its own for
     each seed: what hypothesis draws is too short for tenants to owe each other anything."""
     rng = random.Random(seed)
@@ -111,7 +111,7 @@ def drawn_events(seed: int, count: int) -> list[tuple[Any, ...]]:
     for kind in rng.choices(KINDS, weights=(30, 25, 25, 12, 4, 2, 2), k=count):
         match kind:
             case "add":
-                drawn.append((kind, rng.choice("abc"), rng.choice(priorities), rng.choice((1, 5, 30))))
+                drawn.append((kind, rng.choice(tenants), rng.choice(priorities), rng.choice((1, 5, 30))))
             case "tokens":
                 drawn.append((kind, rng.randint(1, 8)))
             case "wait":

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from octavo.worker.scheduler import request_queue as shares_module
 from octavo.worker.scheduler.request import Phase
-from tests.support.worker.fair_queue import AGING_S, QueuePair, drawn_events
+from octavo.worker.scheduler.request_queue import WaitingHeap
+from tests.support.worker.fair_queue import AGING_S, WEIGHTS, QueuePair, drawn_events
 
 
 @pytest.mark.parametrize("first", range(0, 300, 75))
@@ -19,6 +20,39 @@ def test_any_order_of_events_gives_the_references_order(first: int) -> None:
         for event in drawn_events(seed, 120):
             pair.do(("add", "a", *event[2:]) if seed % 5 == 0 and event[0] == "add" else event)
             pair.check()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_any_order_of_events_of_many_tenants_gives_the_references_order(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares_module, "_SLACK", 0)  # what is out of date is thrown out as often as possible
+    for seed in range(first, first + 25):
+        pair = QueuePair()
+        pair.queue.fairness._sweep_at = 1000
+        for event in drawn_events(seed, 200, "".join(WEIGHTS)):
+            pair.do(event)
+            pair.check()
+
+
+def test_a_turn_takes_no_look_at_each_of_a_thousand_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, contends = Counter[str](), WaitingHeap.contends
+
+    def counted(self: WaitingHeap, priority: int, now_s: float) -> bool:
+        looks["heaps"] += 1
+        return contends(self, priority, now_s)
+
+    monkeypatch.setattr(WaitingHeap, "contends", counted)
+    pair = QueuePair()
+    for number in range(1000):
+        pair.add(f"t{number}", 1, 0, 1 + number % 7)
+    for turn in range(100):
+        request = pair.admit(0)
+        assert request is not None
+        assert request.run.tenant == f"t{turn}"
+        pair.tokens()
+        pair.leave(request)
+    assert looks["heaps"] < 1000
 
 
 @pytest.fixture(autouse=True)
