@@ -99,6 +99,11 @@ class BlockManager:
         return len(self._index)
 
     @property
+    def num_entered(self) -> int:
+        """Times that a block has entered the index so far: while it stays the same, no prompt hits more than before."""
+        return self._index.num_entered
+
+    @property
     def num_evicted_blocks(self) -> int:
         """Cached blocks given up so far to make room, those that went to the host too."""
         return self._pool.num_evicted_blocks
@@ -117,12 +122,17 @@ class BlockManager:
         nothing."""
         return len(self._find(token_ids_T, salt)[0]) * self.config.block_size
 
-    def num_resident(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
-        """Blocks on the device that `admit` could share. Changes nothing."""
+    def num_hits_in_use(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
+        """Blocks on the device that `admit` would share with who uses them. Those that are cached are none: they are
+        counted by `num_cached`. Changes nothing."""
         swapped = self._host.swapped.get(request_id)
-        if swapped is not None:
-            return sum(self._index.device_block(swapped.chain, i) is not None for i in range(len(swapped.blocks)))
-        return int(np.count_nonzero(self._find(token_ids_T, salt)[0] < self.config.num_blocks))
+        if swapped is None:
+            hits = self._find(token_ids_T, salt)[0]
+            hits = hits[hits < self.config.num_blocks]
+        else:
+            resident = [self._index.device_block(swapped.chain, i) for i in range(len(swapped.blocks))]
+            hits = np.array([block for block in resident if block is not None], np.int32)
+        return len(hits) - self._pool.num_taken_by_sharing(hits)
 
     def admit(
         self,

@@ -187,6 +187,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self.block_of)
 
+    @property
+    def num_entered(self) -> int:
+        """Times that a block has entered so far."""
+        return self._last_entry
+
     def holds(self, blocks: np.ndarray) -> np.ndarray:
         """bool per block: is it in the index."""
         return self.entry_P[blocks] != _NO_ENTRY

@@ -272,3 +272,16 @@ def test_settings_that_make_no_sense_name_their_field(field: str) -> None:
     settings = {"num_blocks": 1, "block_size": 1, "max_slots": 1, "max_blocks_per_slot": 1, field: 0}
     with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
         BlockManagerConfig(fingerprint=b"", prefix_cache=PrefixCache.ON, **settings)  # type: ignore[arg-type]
+
+
+def test_hits_in_use_are_those_that_take_no_room(make_manager: MakeManager) -> None:
+    manager = make_manager(num_blocks=4)
+    slot = manager.admit("a", TEN, reserve_tokens=10).slot
+    assert manager.num_hits_in_use("b", TEN) == 0
+    manager.commit(slot, TEN, 10)
+    assert (manager.num_hits_in_use("b", TEN), manager.num_entered) == (2, 2)
+    manager.begin_step(1)
+    manager.release(slot, "a")
+    assert (manager.num_hits_in_use("b", TEN), manager.num_cached) == (2, 0)  # they wait for the step
+    manager.end_step(1)
+    assert (manager.num_hits_in_use("b", TEN), manager.num_cached) == (0, 2)

@@ -64,14 +64,16 @@ def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[R
 
 
 class FailedFit(NamedTuple):
-    """A request (`Request.order`) that did not fit into so many blocks, so that it is not tried again with no more."""
+    """A request (`Request.order`) that did not fit into so many blocks, so that it is not tried again with no more.
+    num_entered: blocks that had entered the prefix index by then; more of them may be hit."""
 
     order: int
     num_blocks: int
+    num_entered: int
 
-    def covers(self, request: Request, num_blocks: int) -> bool:
+    def covers(self, request: Request, num_blocks: int, num_entered: int) -> bool:
         """Whether it follows that this request does not fit into so many blocks either."""
-        return request.order == self.order and num_blocks <= self.num_blocks
+        return (request.order, num_entered) == (self.order, self.num_entered) and num_blocks <= self.num_blocks
 
 
 class Admission:
@@ -94,27 +96,31 @@ class Admission:
         try:
             self._requests.admit(head, now_s)
         except OutOfBlocks:
-            self._failed_admission = FailedFit(head.order, self._room)
+            self._failed_admission = self._failure(head, self._room)
             if not self._requests.num_running and in_flight is InFlight.EMPTY:
                 self._requests.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
             return None
         return head
 
     def _may_fit(self, head: Request) -> bool:
-        """Whether it is worth trying. Cached blocks make this a guess, so a failure is remembered until there is more
-        room than then: each try hashes the whole prompt."""
+        """Whether it is worth trying. A failure is remembered until there is more room than then, or more that may be
+        hit: each try looks up the whole prompt."""
         num_running = self._requests.num_running
         if num_running >= self._max_num_seqs:
             return False
         if not num_running:
             return True
         room = self._room
-        if self._failed_admission is not None and self._failed_admission.covers(head, room):
+        failed = self._failed_admission
+        if failed is not None and failed.covers(head, room, self._blocks.num_entered):
             return False
         if self._fits(head, room):
             return True
-        self._failed_admission = FailedFit(head.order, room)
+        self._failed_admission = self._failure(head, room)
         return False
+
+    def _failure(self, head: Request, num_blocks: int) -> FailedFit:
+        return FailedFit(head.order, num_blocks, self._blocks.num_entered)
 
     def _fits(self, head: Request, num_blocks: int) -> bool:
         num_wanted = -(-len(head.token_ids_T) // self._block_size)
@@ -122,8 +128,8 @@ class Admission:
             return True
         if head.needs_whole_prompt:
             return False
-        num_hit = self._blocks.num_resident(head.block_owner, head.token_ids_T, salt=head.run.cache_salt)
-        return num_wanted - num_hit <= num_blocks
+        num_shared = self._blocks.num_hits_in_use(head.block_owner, head.token_ids_T, salt=head.run.cache_salt)
+        return num_wanted - num_shared <= num_blocks
 
     @property
     def _room(self) -> int:
@@ -165,11 +171,12 @@ class Admission:
     def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
         num_held = sum(self._blocks.capacity(victim.held_slot) for victim in victims) // self._block_size
         room = self._room + num_held
-        if self._failed_preemption is not None and self._failed_preemption.covers(head, room):
+        failed = self._failed_preemption
+        if failed is not None and failed.covers(head, room, self._blocks.num_entered):
             return False
         if self._fits(head, room):
             return True
-        self._failed_preemption = FailedFit(head.order, room)
+        self._failed_preemption = self._failure(head, room)
         return False
 
 

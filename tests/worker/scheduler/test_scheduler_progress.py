@@ -107,6 +107,36 @@ def test_an_aged_request_that_runs_gives_way_to_nobody() -> None:
     assert finished.preemptions == 0
 
 
+def test_a_request_whose_prefix_is_computed_while_it_waits_waits_no_longer_for_room_that_it_does_not_need() -> None:
+    """Several requests with one long prefix come at once: the second shares it as soon as the first has it."""
+    world = World(WorldConfig(num_blocks=16, block_size=2, max_batch_tokens=40))
+    prefix = list(range(3, 23))
+    world.add(1, [*prefix, 30], max_tokens=9)
+    world.add(2, [*prefix, 31], max_tokens=2)
+    assert [world.step_seen() is not None for _ in range(3)] == [True, True, True]
+    assert [seen.joins for seen in world.trace] == [(1,), (2,), ()]
+    world.run()
+    world.check_complete()
+
+
+def test_no_step_is_left_out_where_room_is_guessed_from_what_is_cached() -> None:
+    """Blocks that are cached are room, or a hit: not both. Nothing else runs, so that the engine would go to sleep."""
+    world = World(WorldConfig(num_blocks=12, block_size=2, max_batch_tokens=64))
+    prefix = [3, 4, 5, 6, 7, 8, 9, 10]
+    world.add(1, prefix, max_tokens=1)
+    world.run()
+    world.add(2, [20, 21, 22, 23, 24, 25], max_tokens=10)
+    world.step()
+    world.pause(2)
+    world.run()
+    world.add(3, [*prefix, *[30] * 12], max_tokens=2)
+    assert world.step() is not None
+    world.run()
+    world.resume_all()
+    world.run()
+    world.check_complete()
+
+
 def test_the_same_events_give_the_same_plans() -> None:
     def trace(seed: int) -> list[object]:
         world = _random_world(seed, max_in_flight=2)
