@@ -1,3 +1,4 @@
+import math
 import tracemalloc
 from collections.abc import Iterator
 
@@ -133,6 +134,33 @@ def test_models_and_tokens(client: Client) -> None:
     assert client.models() == [model_pb2.ModelInfo(name="m")]
     assert client.tokenize("hé") == [104, 195, 169]
     assert client.detokenize([104, 195, 169]) == "hé"
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, 1e300, math.inf])
+def test_a_timeout_that_no_clock_reaches_is_none(timeout_s: float, client: Client) -> None:
+    assert client.models(timeout_s=timeout_s) == [model_pb2.ModelInfo(name="m")]
+    assert "".join(client.stream(text="hi", timeout_s=timeout_s)) == "Hello, wörld"
+
+
+def test_a_timeout_that_is_no_number_is_refused_by_its_name(client: Client) -> None:
+    for wrong in (math.nan, "5"):
+        with pytest.raises(ValueError, match=f"^timeout_s: {wrong!r} is no number of seconds$"):
+            client.complete(text="hi", timeout_s=wrong)  # type: ignore[arg-type]
+
+
+def test_what_a_small_call_cannot_send_is_named(client: Client) -> None:
+    with pytest.raises(ValueError, match=r"^text: is not UTF-8 text, from its character 2 on$"):
+        client.tokenize("x\ud800")
+    with pytest.raises(ValueError, match=r"^token_ids: Value out of range: -1$"):
+        client.detokenize([-1])
+    with pytest.raises(TypeError, match=r"^request_id: "):
+        client.cancel(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("target", "error"), [("", ValueError), (["127.0.0.1:1"], TypeError), (None, TypeError)])
+def test_a_target_that_is_none_is_refused(target: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^target: is "):
+        Client(target)
 
 
 def test_nobody_there_is_told_as_such() -> None:

@@ -96,6 +96,23 @@ def test_a_value_that_a_field_cannot_hold_names_the_field(fields: dict[str, obje
         generate_request(text="a", **fields)
 
 
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ("hello", "is a sequence of messages, not 'hello'"),
+        ({"role": "user", "content": "x"}, "is a sequence of messages, not {"),
+        (["hello"], "'hello' is no message: write"),
+        ([("user",)], r"\('user',\) is no message"),
+        ([5], "5 is no message"),
+        ([{"role": "user", "contents": "x"}], "a message has content; this one has role, contents"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "content is text, not "),
+    ],
+)
+def test_messages_that_are_none_are_named(messages: object, told: str) -> None:
+    with pytest.raises(TypeError, match=f"^messages: {told}"):
+        generate_request(messages=messages)
+
+
 @pytest.mark.parametrize("tools", [["weather"], {"name": "weather"}])
 def test_tools_that_are_none_are_named(tools: object) -> None:
     with pytest.raises(TypeError, match=r"^tools: '(weather|name)' is no tool"):

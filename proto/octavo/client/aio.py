@@ -9,8 +9,8 @@ import grpc
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.events import AsyncStreamCall, TextSoFar
-from octavo.client.lifetime import LoopLifetime, needs_loop
-from octavo.client.options import call_metadata, open_aio_channel
+from octavo.client.field_values import naming
+from octavo.client.options import call_metadata, call_timeout, open_aio_channel
 from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
 
@@ -99,9 +99,8 @@ class AsyncClient:
     ) -> AsyncTextStream:
         """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request_of(request, fields)
-        with self._lifetime.calling():
-            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return AsyncTextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
+        call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
 
     async def complete(
         self,
@@ -114,7 +113,7 @@ class AsyncClient:
         wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
         with self._lifetime.calling():
             answer: inference_pb2.CompleteResponse = await self._inference.Complete(
-                wrapped, timeout=timeout_s, metadata=self._metadata
+                wrapped, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer
 
@@ -129,17 +128,18 @@ class AsyncClient:
         request = embed_request(inputs, **fields)
         with self._lifetime.calling():
             answer: inference_pb2.EmbedResponse = await self._inference.Embed(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
         """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
-        request = inference_pb2.CancelRequest(request_id=request_id)
-        with self._lifetime.calling():
+        with naming("request_id"):
+            request = inference_pb2.CancelRequest(request_id=request_id)
+        with _octavo_errors():
             answer: inference_pb2.CancelResponse = await self._inference.Cancel(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer
 
@@ -149,7 +149,7 @@ class AsyncClient:
             return list(
                 (
                     await self._models.ListModels(
-                        model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+                        model_pb2.ListModelsRequest(), timeout=call_timeout(timeout_s), metadata=self._metadata
                     )
                 ).models
             )
@@ -172,8 +172,7 @@ class AsyncClient:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        with self._lifetime.calling():
-            call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
         try:
             with self._lifetime.reading():
                 async for snapshot in call:
@@ -183,16 +182,22 @@ class AsyncClient:
 
     async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""
-        request = inference_pb2.TokenizeRequest(model=model, text=text)
-        with self._lifetime.calling():
-            return list((await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata)).token_ids)
+        with naming("text"):
+            request = inference_pb2.TokenizeRequest(model=model, text=text)
+        with _octavo_errors():
+            return list(
+                (
+                    await self._inference.Tokenize(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+                ).token_ids
+            )
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
-        request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        with self._lifetime.calling():
+        with naming("token_ids"):
+            request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        with _octavo_errors():
             answer: inference_pb2.DetokenizeResponse = await self._inference.Detokenize(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer.text
 

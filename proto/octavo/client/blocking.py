@@ -8,8 +8,8 @@ import grpc
 
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.events import StreamCall, TextSoFar
-from octavo.client.lifetime import Lifetime
-from octavo.client.options import call_metadata, open_channel
+from octavo.client.field_values import naming
+from octavo.client.options import call_metadata, call_timeout, open_channel
 from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
 
@@ -84,9 +84,8 @@ class Client:
     ) -> TextStream:
         """Generate, as it comes: `for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request_of(request, fields)
-        with self._lifetime.calling():
-            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return TextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
+        call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        return TextStream(call, num_outputs=request.num_outputs or 1)
 
     def complete(
         self,
@@ -99,7 +98,7 @@ class Client:
         wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
         with self._lifetime.calling():
             answer: inference_pb2.CompleteResponse = self._inference.Complete(
-                wrapped, timeout=timeout_s, metadata=self._metadata
+                wrapped, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer
 
@@ -114,17 +113,18 @@ class Client:
         request = embed_request(inputs, **fields)
         with self._lifetime.calling():
             answer: inference_pb2.EmbedResponse = self._inference.Embed(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer
 
     def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
         """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
-        request = inference_pb2.CancelRequest(request_id=request_id)
-        with self._lifetime.calling():
+        with naming("request_id"):
+            request = inference_pb2.CancelRequest(request_id=request_id)
+        try:
             answer: inference_pb2.CancelResponse = self._inference.Cancel(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer
 
@@ -133,7 +133,7 @@ class Client:
         with self._lifetime.calling():
             return list(
                 self._models.ListModels(
-                    model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+                    model_pb2.ListModelsRequest(), timeout=call_timeout(timeout_s), metadata=self._metadata
                 ).models
             )
 
@@ -155,8 +155,7 @@ class Client:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        with self._lifetime.calling():
-            call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
         try:
             with self._lifetime.reading():
                 yield from call
@@ -165,16 +164,22 @@ class Client:
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""
-        request = inference_pb2.TokenizeRequest(model=model, text=text)
-        with self._lifetime.calling():
-            return list(self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids)
+        with naming("text"):
+            request = inference_pb2.TokenizeRequest(model=model, text=text)
+        try:
+            return list(
+                self._inference.Tokenize(request, timeout=call_timeout(timeout_s), metadata=self._metadata).token_ids
+            )
+        except grpc.RpcError as error:
+            raise error_from(error) from None
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
-        request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        with self._lifetime.calling():
+        with naming("token_ids"):
+            request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        try:
             answer: inference_pb2.DetokenizeResponse = self._inference.Detokenize(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
             return answer.text
 

@@ -28,5 +28,7 @@ def naming(field: str) -> Iterator[None]:
         yield
     except TypeError as error:
         raise TypeError(f"{field}: {error}") from None
+    except UnicodeEncodeError as error:  # what Python made of bytes that are not UTF-8, or half of a character
+        raise ValueError(f"{field}: is not UTF-8 text, from its character {error.start + 1} on") from None
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{field}: {error}") from None

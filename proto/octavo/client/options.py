@@ -7,12 +7,15 @@ that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has 
 import contextlib
 import ipaddress
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+_LONGEST_S = 1e9
+"""gRPC counts nanoseconds since 1970 in 63 bits: seven times this, from now on, is more."""
 
 
 def service_config(*statuses: str, **others: object) -> str:
@@ -63,7 +66,12 @@ def _is_of_this_host(target: str) -> bool:
 
 def dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, list[tuple[str, str | int]]]:
     """The target as gRPC takes it, and the options. Several addresses with commas between are gateways of one service:
-    calls go to those that answer, in turns. Raises ValueError for names among them: only one is looked up."""
+    calls go to those that answer, in turns. Raises TypeError and ValueError for what is no target, and for names among
+    several: only one is looked up."""
+    if not isinstance(target, str):
+        raise TypeError(f"target: is text, as 127.0.0.1:50051, not {target!r}")
+    if not target:
+        raise ValueError("target: is empty; give HOST:PORT")
     if all(map(_is_of_this_host, target.split(","))):
         extra = [NO_PROXY, *extra]
     if "," not in target:
@@ -110,6 +118,16 @@ def tls_credentials(
         raise ValueError("a client certificate needs both cert_file and key_file")
     ca, cert, key = (None if each is None else Path(each).read_bytes() for each in (ca_file, cert_file, key_file))
     return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+
+def call_timeout(timeout_s: float | None) -> float | None:
+    """The timeout of a call as gRPC takes it: None for more than it can count to, which it would take for one that is
+    over. Raises ValueError for what is no number."""
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, str) or math.isnan(timeout_s):
+        raise ValueError(f"timeout_s: {timeout_s!r} is no number of seconds")
+    return timeout_s if timeout_s <= _LONGEST_S else None
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:

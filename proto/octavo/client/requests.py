@@ -119,21 +119,31 @@ def request_of(request: inference_pb2.GenerateRequest | None, fields: GenerateFi
 
 
 def chat_message(message: Message) -> inference_pb2.ChatMessage:
-    """The message as the contract has it. Raises ValueError for an unknown role."""
+    """The message as the contract has it. Raises ValueError for an unknown role, TypeError for what is no message."""
     if isinstance(message, inference_pb2.ChatMessage):
         return message
-    fields: Mapping[str, Any] = (
-        message if isinstance(message, Mapping) else dict(zip(("role", "content"), message, strict=True))
-    )
+    fields = _message_fields(message)
     role = fields.get("role")
     if role not in _ROLES:
         raise ValueError(f"role {role!r} is none of {', '.join(_ROLES)}")
+    if "content" not in fields and not fields.get("tool_calls"):
+        raise TypeError(f"a message has content; this one has {', '.join(map(str, fields))}")
+    if not isinstance(fields.get("content") or "", str):
+        raise TypeError(f"content is text, not {fields['content']!r}")
     return inference_pb2.ChatMessage(
         role=_ROLES[role],
         content=fields.get("content") or "",
         tool_calls=map(tool_call, fields.get("tool_calls") or ()),
         tool_call_id=fields.get("tool_call_id", ""),
     )
+
+
+def _message_fields(message: object) -> Mapping[str, Any]:
+    if isinstance(message, Mapping):
+        return message
+    if isinstance(message, str) or not isinstance(message, Sequence) or len(message) != 2:
+        raise TypeError(f'{message!r} is no message: write ("user", "Hello")')
+    return dict(zip(("role", "content"), message, strict=True))
 
 
 def _set_input(request: inference_pb2.GenerateRequest, given: dict[str, Any]) -> None:
@@ -148,6 +158,8 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict[str, Any]) ->
             request.token_ids.CopyFrom(common_pb2.TokenIds(ids=value))
     else:
         with naming("messages"):
+            if isinstance(value, str | Mapping):
+                raise TypeError(f"is a sequence of messages, not {value!r}")
             request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
         with naming("tools"):
             set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))

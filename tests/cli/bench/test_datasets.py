@@ -95,7 +95,7 @@ def test_a_trace_has_lengths_and_times_and_is_never_repeated(text: str, tmp_path
         (b'[{"conversations": 5}]', "no entry of it is of use"),
         (b'{"messages": [{"content": "x"}]}', "entry 1: messages: role None is none of system, user, assistant, tool"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "entry 1: messages: bad argument type .*"),
-        (b'{"prompt": "x"}\n{"prompt": "\\ud800"}', "entry 2: text: 'utf-8' codec .*"),
+        (b'{"prompt": "x"}\n{"prompt": "\\ud800"}', "entry 2: text: is not UTF-8 text, from its character 1 on"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,4\n", "entry 1: Invalid isoformat string: 'yesterday'"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,three,4\n", "entry 1: invalid literal .*"),
     ],

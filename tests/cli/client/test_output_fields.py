@@ -38,7 +38,7 @@ def test_ids_that_are_none_are_refused() -> None:
         (["--as", "ids", "99999999999"], "token_ids: Value out of range: 99999999999"),
         (["x", "--logit-bias", "-5=1"], "logit_bias: Value out of range: -5"),
         (["x", "--num-outputs", "-3"], "num_outputs: Value out of range: -3"),
-        (["\udcff"], "text: 'utf-8' codec"),
+        (["caf\udcff"], "text: is not UTF-8 text, from its character 4 on"),
         (["x", "--system", "Be brief."], "the prompt is no chat"),
         (["1", "--chat", "--as", "ids"], "--chat and --as ids are two"),
         (["x", "--top-k", "4294967296"], "--top-k is 4294967296: input should be less than"),
