@@ -137,12 +137,18 @@ def _advice(needs: MemoryNeeds, room_bytes: int) -> str:
 def _check_asked(needs: MemoryNeeds, num_blocks: int) -> None:
     wanted_bytes = num_blocks * needs.block_bytes
     room_bytes = needs.available_bytes - needs.activation_bytes
+    if room_bytes < needs.block_bytes:
+        raise DoesNotFit(
+            f"the largest step ({_gib(needs.activation_bytes)}) does not fit beside the weights",
+            f"free {_gib(needs.available_bytes)} after loading",
+            "try a smaller --max-batch-tokens or --max-num-seqs, or a smaller model",
+        )
     if wanted_bytes > room_bytes:
         raise DoesNotFit(
             f"{num_blocks} KV blocks of {needs.block_size} tokens ({_gib(wanted_bytes)}) do not fit in memory",
             f"free {_gib(needs.available_bytes)} after loading - activations {_gib(needs.activation_bytes)} = "
-            f"{_gib(max(room_bytes, 0))}; need {_gib(wanted_bytes - room_bytes)} more",
-            f"try --num-blocks {max(room_bytes, 0) // needs.block_bytes}, or leave it out",
+            f"{_gib(room_bytes)}; need {_gib(wanted_bytes - room_bytes)} more",
+            f"try --num-blocks {room_bytes // needs.block_bytes}, or leave it out",
         )
     if num_blocks < 1:
         raise DoesNotFit("a KV cache needs blocks", f"--num-blocks is {num_blocks}", "try 1 or more, or leave it out")

@@ -100,6 +100,12 @@ def test_a_number_of_blocks_that_cannot_be_is_refused_in_three_lines(num_blocks:
         assert error.value.change == "try --num-blocks 7168, or leave it out"
 
 
+def test_a_step_that_leaves_no_room_for_a_block_is_told_as_such_and_not_as_a_number_of_blocks() -> None:
+    with pytest.raises(DoesNotFit, match=r"the largest step .* does not fit beside the weights") as error:
+        size_pool(replace(NEEDS, activation_bytes=NEEDS.available_bytes), num_blocks=256)
+    assert error.value.change == "try a smaller --max-batch-tokens or --max-num-seqs, or a smaller model"
+
+
 def test_a_container_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
