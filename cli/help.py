@@ -34,6 +34,16 @@ class PlainCommand(TyperCommand):
 class PlainGroup(TyperGroup):
     """A group of commands whose help has this layout."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """typer proposes what is nearest to a name that there is none of: of all commands, also hidden ones."""
+        commands = self.commands
+        if args and args[0] not in commands:
+            self.commands = {name: command for name, command in commands.items() if not command.hidden}
+        try:
+            return super().resolve_command(ctx, args)
+        finally:
+            self.commands = commands
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         panels = [*_panels(self, ctx), *_commands(self, ctx)]

@@ -44,9 +44,9 @@ def generate_keys() -> KeyPair:
 
 
 def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
-    """Write ``name.key`` (0600) and ``name.pub``, never over existing files. Returns both paths. Raises KeyFileError,
-    also for a name that is not a file name."""
-    if not name or Path(name).name != name:
+    """Write ``name.key`` (0600) and ``name.pub``; never over existing files. Returns both paths.
+    Raises KeyFileError, also for a name that is none of a file."""
+    if not name or not name.isprintable() or Path(name).name != name:
         raise KeyFileError(f"{name!r} is no name of a file in {folder}")
     secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
     for path in (secret_path, public_path):

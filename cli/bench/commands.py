@@ -16,6 +16,7 @@ from octavo.cli.settings.resolve import Resolved
 PANEL = "Watch a service"
 LOAD = "Load"
 DATASET = "Dataset"
+MOST_REQUESTS, MOST_TOKENS = 1_000_000, 1_000_000  # all of a run are drawn before it begins, and kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,10 @@ class LoadOptions:
         ),
     ] = None
     warmups: Annotated[
-        int, typer.Option(help="Requests before the first run, not measured.", min=0, rich_help_panel=LOAD)
+        int,
+        typer.Option(
+            help="Requests before the first run, not measured.", min=0, max=MOST_REQUESTS, rich_help_panel=LOAD
+        ),
     ] = 1
     processes: Annotated[
         int, typer.Option(help="Client processes that share the requests.", min=1, max=64, rich_help_panel=LOAD)
@@ -65,15 +69,21 @@ class DatasetOptions:
         ),
     ] = None
     num_prompts: Annotated[
-        int, typer.Option("--num-prompts", help="Requests of a run.", min=1, rich_help_panel=DATASET)
+        int,
+        typer.Option("--num-prompts", help="Requests of a run.", min=1, max=MOST_REQUESTS, rich_help_panel=DATASET),
     ] = 100
     input_len: Annotated[
-        int, typer.Option("--input-len", help="Tokens of random prompts.", min=1, rich_help_panel=DATASET)
+        int,
+        typer.Option("--input-len", help="Tokens of random prompts.", min=1, max=MOST_TOKENS, rich_help_panel=DATASET),
     ] = 512
     output_len: Annotated[
         int,
         typer.Option(
-            "--output-len", help="Tokens of outputs, where the dataset does not say.", min=1, rich_help_panel=DATASET
+            "--output-len",
+            help="Tokens of outputs, where the dataset does not say.",
+            min=1,
+            max=MOST_TOKENS,
+            rich_help_panel=DATASET,
         ),
     ] = 128
     range_ratio: Annotated[

@@ -24,6 +24,8 @@ from octavo.client.requests import GenerateFields, generate_request
 
 FEWEST_TOKENS = 4  # of a ShareGPT turn that counts, and
 MOST_PROMPT_TOKENS, MOST_TOKENS = 1024, 2048  # the most, as vLLM's benchmark has it
+MOST_TRACE_TOKENS = 1_000_000  # prompts are drawn whole, and kept
+_LATEST_MS = 1e15  # the year 33658
 FORMATS = "a ShareGPT JSON list, JSONL of prompts, or a trace (CSV or JSONL)"
 CountTokens = Callable[[str], int]
 
@@ -76,7 +78,7 @@ def read_asks(
         return _many(path, (_from_prompt(path, number, row, lengths) for number, row in enumerate(rows, 1)), count)
     if isinstance(first, dict) and first.keys() >= _TRACE:
         return _from_trace(path, rows[:count], vocab_size=vocab_size, seed=seed)
-    raise _unusable(path, f"its first entry is none that is known; it should be {FORMATS}")
+    raise _unusable(path, "its first entry is of no kind that is known")
 
 
 _PROMPTS = {"prompt", "messages", "turns"}
@@ -87,7 +89,7 @@ _AZURE = {"TIMESTAMP": "timestamp", "ContextTokens": "input_length", "GeneratedT
 def _rows(path: Path) -> list[Any]:
     """The entries of the file. Raises CliError."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # Windows begins files with a mark of their order of bytes
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable(path, getattr(error, "strerror", None) or "it is not text") from None
     if text.lstrip().startswith("TIMESTAMP"):
@@ -97,6 +99,8 @@ def _rows(path: Path) -> list[Any]:
         if text.lstrip().startswith("["):
             return list(json.loads(text))
         return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except RecursionError:
+        raise _unusable(path, "its JSON is nested too deeply") from None
     except ValueError as error:
         raise _unusable(path, f"it is not JSON: {error}") from None
 
@@ -150,7 +154,7 @@ def _from_trace(path: Path, rows: Sequence[Any], *, vocab_size: int, seed: int) 
     for number, row in enumerate(rows, 1):
         try:
             at_s = _seconds(row["timestamp"])
-            num_prompt, num_output = int(row["input_length"]), int(row["output_length"])
+            num_prompt, num_output = (_count(row, name) for name in ("input_length", "output_length"))
         except (KeyError, TypeError, ValueError) as error:
             raise _unusable(path, f"entry {number}: {error}") from None
         first_s = at_s if first_s is None else first_s
@@ -161,8 +165,21 @@ def _from_trace(path: Path, rows: Sequence[Any], *, vocab_size: int, seed: int) 
 def _seconds(stamp: object) -> float:
     """Seconds from a date with a time, or from milliseconds."""
     if isinstance(stamp, int | float):
+        if not abs(stamp) <= _LATEST_MS:
+            raise ValueError(f"timestamp: {stamp!r} is no time in milliseconds")
         return stamp / 1000
     return datetime.fromisoformat(str(stamp)[:26]).timestamp()
+
+
+def _count(row: Any, name: str) -> int:
+    """Tokens; none count as one. Raises KeyError, TypeError, ValueError."""
+    try:
+        count = int(row[name])
+    except ValueError:
+        raise ValueError(f"{name}: {row[name]!r} is no number of tokens") from None
+    if not 0 <= count <= MOST_TRACE_TOKENS:
+        raise ValueError(f"{name}: {count} is no number of tokens from 0 to {MOST_TRACE_TOKENS:,}")
+    return count
 
 
 def _exact(

@@ -128,7 +128,8 @@ def sizing(
         list[str] | None, typer.Argument(help="Published names, checkpoint folders or ids; unset: all published.")
     ] = None,
     memory: Annotated[
-        list[float] | None, typer.Option(help="GiB of one device; repeat; unset: 16, 24, 48, 80, 141.", min=0.1)
+        list[float] | None,
+        typer.Option(help="GiB of one device; repeat; unset: 16, 24, 48, 80, 141.", min=0.1, max=1e6),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a stream, prompt and output together.", min=1)] = 4096,
     quantization: Annotated[str, typer.Option(help="none, int8, fp8 or int8-weights, as of serve.")] = "none",
@@ -141,6 +142,8 @@ def sizing(
     from octavo.cli.tools.sizing import Asked
     from octavo.cli.tools.sizing import sizing as run
 
+    if markdown and json:
+        raise usage("a table has one form", "--markdown and --json are given", "give one of them")
     for name, value, words in (
         ("quantization", quantization, ("none", "int8", "fp8", "int8-weights")),
         ("kv-cache-dtype", kv_cache_dtype, ("auto", "fp8")),
@@ -175,7 +178,7 @@ _AttentionBackend = Annotated[
 _ModelLen = Annotated[
     int | None, typer.Option(help="End of the context; unset: the model's.", min=8, rich_help_panel=AS_SERVED)
 ]
-_Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=AS_SERVED)]
+_Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024, rich_help_panel=AS_SERVED)]
 _Ranks = Annotated[
     int, typer.Option("--tensor-parallel-size", help="Processes with a part each.", min=1, rich_help_panel=AS_SERVED)
 ]
@@ -183,8 +186,8 @@ _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a 
 _Backends = Annotated[
     list[str] | None, typer.Option(help="Attention backend of the layers' comparison; repeat; unset: all.")
 ]
-_Prompts = Annotated[int, typer.Option(help="Prompts to generate from.", min=1)]
-_NewTokens = Annotated[int, typer.Option(help="Tokens to generate from each.", min=1)]
+_Prompts = Annotated[int, typer.Option(help="Prompts to generate from.", min=1, max=1024)]
+_NewTokens = Annotated[int, typer.Option(help="Tokens to generate from each.", min=1, max=65_536)]
 _Address = Annotated[
     str | None, typer.Option(help="Instead ask the service at HOST:PORT, which serves this checkpoint.")
 ]

@@ -130,6 +130,7 @@ def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
             ["error: bad command line", "no such option: --max-num-seq", "→ did you mean --max-num-seqs?"],
         ),
         (["srve"], ["error: bad command line", "No such command 'srve'.", "→ did you mean 'serve'?"]),
+        (["opena"], ["error: bad command line", "No such command 'opena'.", "→ see `octavo --help`"]),
         (
             ["serve", "--block-size", "0"],
             [
@@ -233,7 +234,28 @@ def test_keys_are_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert error_lines(capsys)[1].startswith("keys/w.key exists")
 
 
-@pytest.mark.parametrize("name", ["", "../w", "a/b", "/tmp/w"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--num-prompts", "99999999999"],
+        ["bench", "--warmups", "99999999999"],
+        ["bench", "--input-len", "99999999999"],
+        ["bench", "--output-len", "99999999999"],
+        ["sizing", "--memory", "inf"],
+        ["verify", "folio-chat", "--prompts", "99999999999"],
+        ["verify", "folio-chat", "--max-new-tokens", "99999999999"],
+        ["verify", "folio-chat", "--num-threads", "99999999"],
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_would_take_all_memory_is_refused_at_once(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert f"Invalid value for '{words[-2]}'" in error_lines(capsys)[1]
+
+
+@pytest.mark.parametrize("name", ["", "../w", "a/b", "/tmp/w", "a\nb"])
 def test_keys_are_made_in_their_folder_only(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     assert main(["keys", "new", name]) == 1
     assert error_lines(capsys)[1] == f"{name!r} is no name of a file in keys"

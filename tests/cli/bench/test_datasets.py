@@ -85,8 +85,8 @@ def test_a_trace_has_lengths_and_times_and_is_never_repeated(text: str, tmp_path
         (b"", "there is nothing in it"),
         (b"\xff\xfe", "it is not text"),
         (b"hello", "it is not JSON: .*"),
-        (b"[1, 2]", "its first entry is none that is known; .*"),
-        (b'{"question": "x"}', "its first entry is none that is known; .*"),
+        (b"[1, 2]", "its first entry is of no kind that is known"),
+        (b'{"question": "x"}', "its first entry is of no kind that is known"),
         (b'[{"conversations": []}]', "no entry of it is of use"),
         (b'{"prompt": "x"}\n{"answer": "y"}', "entry 2 has no prompt, messages or turns"),
         (b'{"prompt": "x", "output_tokens": "many"}', "entry 1: output_tokens is 'many', which is no count"),
@@ -94,10 +94,23 @@ def test_a_trace_has_lengths_and_times_and_is_never_repeated(text: str, tmp_path
         (b'{"turns": 5}', "entry 1 has no prompt, messages or turns"),
         (b'[{"conversations": 5}]', "no entry of it is of use"),
         (b'{"messages": [{"content": "x"}]}', "entry 1: messages: role None is none of system, user, assistant, tool"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "entry 1: messages: bad argument type .*"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "entry 1: messages: content is text, not .*",
+        ),
         (b'{"prompt": "x"}\n{"prompt": "\\ud800"}', "entry 2: text: is not UTF-8 text, from its character 1 on"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,4\n", "entry 1: Invalid isoformat string: 'yesterday'"),
-        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,three,4\n", "entry 1: invalid literal .*"),
+        (
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,three,4\n",
+            "entry 1: input_length: 'three' is .*",
+        ),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-3,4\n", "entry 1: input_length: -3 is no .*"),
+        (
+            b'{"timestamp": 0, "input_length": 5000000000, "output_length": 4}',
+            "entry 1: input_length: 5000000000 is .*",
+        ),
+        (b'{"timestamp": 1e400, "input_length": 5, "output_length": 4}', "entry 1: timestamp: inf is no time .*"),
+        (b"[" * 100_000, "its JSON is nested too deeply"),
     ],
 )
 def test_a_file_of_no_use_is_told_with_its_name_and_the_entry(content: bytes, why: str, tmp_path: Path) -> None:
@@ -105,6 +118,11 @@ def test_a_file_of_no_use_is_told_with_its_name_and_the_entry(content: bytes, wh
     file.write_bytes(content)
     with pytest.raises(CliError, match=f"^the dataset cannot be used: {file}: {why}$"):
         read(file)
+
+
+def test_a_mark_of_the_order_of_bytes_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b'\xef\xbb\xbf{"prompt": "x"}')
+    assert read(tmp_path / "data")[0].prompt == {"text": "x"}
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

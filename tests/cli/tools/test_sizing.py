@@ -152,6 +152,7 @@ def test_a_checkpoint_is_sized_in_the_type_that_it_is_served_in(tmp_path: Path) 
         (["Qwen3-8B", "--context", "99999"], "--context is 99,999, and Qwen3-8B has 40,960 positions"),
         (["Qwen3-8B", "--quantization", "int4"], "give one of none, int8, fp8"),
         (["Qwen3-8B", "--kv-cache-dtype", "int8"], "give one of auto, fp8"),
+        (["Qwen3-8B", "--markdown", "--json"], "--markdown and --json are given"),
     ],
 )
 def test_what_cannot_be_sized_is_refused_by_name(arguments: list[str], complaint: str) -> None:
