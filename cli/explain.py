@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 
 from rich.console import Console
@@ -176,6 +177,11 @@ def _of_call(error: BaseException) -> CliError:
         if any(word in message for word in ("Socket closed", "handshake", "SSL")):
             return CliError("no connection", message, "is it TLS? see --tls, --tls-ca-file and --client-cert-file")
         return CliError("no service answers", message, "start one with `octavo serve`, or give its --host and --port")
+    if found := re.search(r"message larger than max \((\d+) vs\. (\d+)\)", message):
+        size, limit = map(int, found.groups())
+        return CliError(
+            "the message is too large", f"{size:,} bytes, and at most {limit:,} may be", "ask for less at once"
+        )
     advice = {
         "MODEL_NOT_FOUND": "`octavo models` lists what is served; choose with --model-name",
         "INVALID_FIELD": "change that field",

@@ -40,7 +40,10 @@ def embed(settings: RequestSettings, texts: Sequence[str], *, pooling: str, norm
     with connect(settings) as client:
         for start in range(0, len(texts), EMBED_BATCH):
             batch = texts[start : start + EMBED_BATCH]
-            response = client.embed(batch, timeout_s=settings.timeout_s, **fields)
+            try:
+                response = client.embed(batch, timeout_s=settings.timeout_s, **fields)
+            except ValueError as error:
+                raise usage("bad request", str(error), "give texts of UTF-8") from None
             for text, embedding in zip(batch, response.embeddings, strict=True):
                 figures = MessageToDict(embedding, preserving_proto_field_name=True)
                 _write({"text": text} | figures)

@@ -70,10 +70,12 @@ def generate(
     """Generate once, streaming to stdout."""
     from octavo.cli.client.generate import generate as run
     from octavo.cli.client.generate import prompt_fields, read_prompt
-    from octavo.cli.client.generate_options import constraint_fields, output_fields
+    from octavo.cli.client.generate_options import check_shown, constraint_fields, output_fields
 
     if chat and as_ not in (None, InputKind.CHAT):
         raise usage("the prompt is one thing", f"--chat and --as {as_} are two", "give one of them")
+    if not json:
+        check_shown(outputs)
     kind = InputKind.CHAT if chat else as_ or InputKind.TEXT
     fields = (
         prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
@@ -132,6 +134,9 @@ def health(
     containers."""
     from octavo.cli.client.calls import gateway_health, worker_health
 
+    if worker and (live or resolved.settings.model_name):
+        other = "--live" if live else "--model-name"
+        raise usage("a worker is asked one thing", f"--worker and {other} are given", "give one of them")
     if worker:
         return worker_health(resolved.settings)
     ready = "octavo.v1.InferenceService"

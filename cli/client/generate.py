@@ -10,7 +10,7 @@ from rich.console import Console
 
 from octavo import TextStream
 from octavo.cli.client.connect import connect
-from octavo.cli.client.generate_options import request_fields
+from octavo.cli.client.generate_options import parse_ids, request_fields
 from octavo.cli.client.receipt import receipt_table
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
@@ -28,14 +28,6 @@ def prompt_fields(prompt: str, *, kind: str, system: str) -> GenerateFields:
         return GenerateFields(token_ids=parse_ids(prompt))
     before = [("system", system)] if system else []
     return GenerateFields(messages=[*before, ("user", prompt)])
-
-
-def parse_ids(text: str) -> list[int]:
-    """Ids separated by commas or spaces. Raises CliError."""
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise usage("bad token ids", f"{text!r} is not a list of numbers", "write them as 1,2,3")
-    return [int(word) for word in words]
 
 
 def generate(

@@ -36,7 +36,7 @@ def constraint_fields(
     json_schema: Path | None,
     format_as_annotation: bool,
     json_object: bool,
-    regex: str,
+    regex: str | None,
     ebnf: Path | None,
     choices: Sequence[str] | None,
 ) -> "GenerateFields":
@@ -46,7 +46,7 @@ def constraint_fields(
         fields["json_schema"] = _read(json_schema, "--json-schema")
     if json_object:
         fields["json_object"] = True
-    if regex:
+    if regex is not None:
         fields["regex"] = regex
     if ebnf is not None:
         fields["ebnf"] = _read(ebnf, "--ebnf")
@@ -67,17 +67,18 @@ def _read(path: Path, flag: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise usage(f"cannot read the file of {flag}", f"{path}: {error}", "give a file of UTF-8 text") from None
+        why = error.strerror if isinstance(error, OSError) else f"is not UTF-8 text, from its byte {error.start + 1} on"
+        raise usage(f"cannot read the file of {flag}", f"{path}: {why}", "give a file of UTF-8 text") from None
 
 
-def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> "GenerateFields":
-    """Fields of the same names, without those that are None, empty or False. logit_bias: as ID=BIAS. allowed_ids: ids
-    separated by commas or spaces. Raises CliError."""
+def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str | None, **given: Any) -> "GenerateFields":
+    """Fields of the same names; what is None, empty or False is left out. logit_bias: as ID=BIAS. allowed_ids: ids
+    separated by commas or blanks. Raises CliError."""
     fields = {name: value for name, value in given.items() if not (value is None or value is False or value == [])}
     if logit_bias:
         fields["logit_bias"] = dict(map(_bias, logit_bias))
-    if allowed_ids:
-        fields["allowed_token_ids"] = _ids(allowed_ids)
+    if allowed_ids is not None:
+        fields["allowed_token_ids"] = parse_ids(allowed_ids)
     return cast("GenerateFields", fields)
 
 
@@ -89,9 +90,10 @@ def _bias(word: str) -> tuple[int, float]:
         raise usage("bad logit bias", f"{word!r} is not ID=BIAS", "write it as 151643=-100") from None
 
 
-def _ids(text: str) -> list[int]:
+def parse_ids(text: str) -> list[int]:
+    """Ids separated by commas or blanks. Raises CliError."""
     words = text.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
+    if not words or not all(word.isdecimal() for word in words):
         raise usage("bad token ids", f"{text!r} is not a list of numbers", "write them as 1,2,3")
     return [int(word) for word in words]
 
@@ -113,7 +115,7 @@ class ConstraintOptions:
         bool, typer.Option("--format-as-annotation", help="Formats of the schema that are not known mean nothing.")
     ] = False
     json_object: Annotated[bool, typer.Option("--json-object", help="The output must be a JSON object.")] = False
-    regex: Annotated[str, typer.Option("--regex", help="Regular expression that the output must match.")] = ""
+    regex: Annotated[str | None, typer.Option("--regex", help="Regular expression that the output must match.")] = None
     ebnf: Annotated[
         Path | None,
         typer.Option(
@@ -123,6 +125,17 @@ class ConstraintOptions:
     choices: Annotated[
         list[str] | None, typer.Option("--choice", help="What the output may be; repeat for several.")
     ] = None
+
+
+def check_shown(outputs: "OutputOptions") -> None:
+    """Where no JSON is printed. Raises CliError for what only that has: it would be computed and not be seen."""
+    for flag, is_given in (
+        ("--logprobs", outputs.logprobs is not None),
+        ("--prompt-logprobs", outputs.prompt_logprobs is not None),
+        ("--return-prompt", outputs.return_prompt),
+    ):
+        if is_given:
+            raise usage(f"{flag} is of --json", "only JSON has a place for it", "give --json too, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +155,7 @@ class OutputOptions:
     logit_bias: Annotated[
         list[str] | None, typer.Option("--logit-bias", help="ID=BIAS added to a token's logit; repeat for several.")
     ] = None
-    allowed_ids: Annotated[str, typer.Option("--allowed-ids", help="Only these token ids, 1,2,3.")] = ""
+    allowed_ids: Annotated[str | None, typer.Option("--allowed-ids", help="Only these token ids, 1,2,3.")] = None
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="Log-probabilities, and of so many likely tokens; with --json.")
     ] = None

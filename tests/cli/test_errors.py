@@ -18,7 +18,7 @@ from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
-from octavo.client.errors import FieldViolation, InvalidRequest, Unavailable
+from octavo.client.errors import FieldViolation, InvalidRequest, Overloaded, Unavailable
 from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import ConnectionConfig
 from octavo.gateway.rpc.addresses import AddressError, BindError
@@ -75,6 +75,12 @@ def test_a_failed_call_names_fields_reason_and_what_to_change() -> None:
     assert lines(refused) == ("the request failed: INVALID_FIELD", "a.b: too large; c: no", "change that field")
     absent = Unavailable("refused", code=grpc.StatusCode.UNAVAILABLE)
     assert lines(absent)[0] == "no service answers"
+
+
+def test_a_message_that_is_too_large_for_grpc_is_told_in_bytes() -> None:
+    said = "CLIENT: Sent message larger than max (30000013 vs. 16777216)"
+    told = lines(Overloaded(said, code=grpc.StatusCode.RESOURCE_EXHAUSTED))
+    assert told[:2] == ("the message is too large", "30,000,013 bytes, and at most 16,777,216 may be")
 
 
 def test_a_prompt_that_is_too_long_is_not_blamed_on_max_tokens() -> None:

@@ -6,7 +6,8 @@ from octavo.cli.client.generate_options import constraint_fields
 from octavo.cli.errors import CliError
 
 NOTHING: dict[str, object] = {
-    "json_schema": None, "format_as_annotation": False, "json_object": False, "regex": "", "ebnf": None, "choices": (),
+    "json_schema": None, "format_as_annotation": False, "json_object": False, "regex": None, "ebnf": None,
+    "choices": (),
 }  # fmt: skip
 
 
@@ -22,6 +23,7 @@ def test_files_are_read_and_what_is_not_given_is_left_out(tmp_path: Path) -> Non
         ),
         ({"json_object": True}, {"json_object": True}),
         ({"regex": "a"}, {"regex": "a"}),
+        ({"regex": ""}, {"regex": ""}),  # which the service refuses
         ({"ebnf": file}, {"ebnf": '{"const": "é"}'}),
         ({"choices": ["a", "b"]}, {"choice": ["a", "b"]}),
     ):

@@ -33,3 +33,8 @@ def test_nothing_to_embed_is_a_mistake(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["embed"]) == 2
     assert "no texts" in capsys.readouterr().err
+
+
+def test_a_text_that_is_not_utf8_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", "--port", "1", "caf\udce9"]) == 2
+    assert "inputs: is not UTF-8 text, from its character 4 on" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from octavo.cli.client.calls import worker_health
+from octavo.cli.main import main
 from octavo.cli.settings.groups import HealthSettings
 from octavo.wire.scrape_server import ScrapeServer
 
@@ -44,6 +45,12 @@ def test_one_that_still_loads_is_unreachable(capsys: pytest.CaptureFixture[str])
         taken.bind(("127.0.0.1", 0))  # and does not listen
         assert probe(taken.getsockname()[1]) == 1
     assert capsys.readouterr().out == "UNREACHABLE\n"
+
+
+@pytest.mark.parametrize("words", [["--live"], ["--model-name", "m"]])
+def test_a_worker_is_not_asked_about_a_gateway(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--worker", *words]) == 2
+    assert f"--worker and {words[0]} are given" in capsys.readouterr().err
 
 
 def test_it_asks_where_the_worker_listens_and_no_proxy(

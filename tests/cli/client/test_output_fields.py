@@ -8,7 +8,7 @@ from octavo.cli.main import main
 
 
 def test_only_what_is_given_is_asked_for() -> None:
-    assert output_fields(logit_bias=[], allowed_ids="", num_outputs=None, echo=False, bad_words=[]) == {}
+    assert output_fields(logit_bias=[], allowed_ids=None, num_outputs=None, echo=False, bad_words=[]) == {}
     assert output_fields(
         logit_bias=["7=1.5", "9=-100"], allowed_ids="1, 2 3", num_outputs=2, echo=True, bad_words=["x"], logprobs=0
     ) == {
@@ -24,7 +24,7 @@ def test_only_what_is_given_is_asked_for() -> None:
 @pytest.mark.parametrize("wrong", ["7", "x=1", "7=x", "="])
 def test_a_bias_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(CliError, match="bad logit bias"):
-        output_fields(logit_bias=[wrong], allowed_ids="")
+        output_fields(logit_bias=[wrong], allowed_ids=None)
 
 
 def test_ids_that_are_none_are_refused() -> None:
@@ -39,6 +39,12 @@ def test_ids_that_are_none_are_refused() -> None:
         (["x", "--logit-bias", "-5=1"], "logit_bias: Value out of range: -5"),
         (["x", "--num-outputs", "-3"], "num_outputs: Value out of range: -3"),
         (["caf\udcff"], "text: is not UTF-8 text, from its character 4 on"),
+        (["x", "--allowed-ids", ""], "'' is not a list of numbers"),
+        (["x", "--logprobs", "3"], "only JSON has a place for it"),
+        (["x", "--prompt-logprobs", "3"], "only JSON has a place for it"),
+        (["x", "--return-prompt"], "only JSON has a place for it"),
+        (["x", "--json-schema", "nowhere.json"], "nowhere.json: No such file or directory"),
+        (["x", "--ebnf", __file__[: -len("/test_output_fields.py")]], __file__[: -len("/test_output_fields.py")]),
         (["x", "--system", "Be brief."], "the prompt is no chat"),
         (["1", "--chat", "--as", "ids"], "--chat and --as ids are two"),
         (["x", "--top-k", "4294967296"], "--top-k is 4294967296: input should be less than"),
