@@ -38,6 +38,12 @@ class Step:
     unit: str = ""
 
 
+def can_redraw(console: Console) -> bool:
+    """Whether lines can be drawn again where they stand: on a terminal, unless it is one that says it is dumb
+    (TERM=dumb, as in an editor), where rich would show nothing at all."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 class Bars:
     """One row per name on a terminal. Every stage starts with a new bar."""
 

@@ -21,7 +21,7 @@ from octavo.cli.bench.report import Figures, Plan, figures_of, latencies_ms, rep
 from octavo.cli.client.connect import connect
 from octavo.cli.client.generate_options import request_fields
 from octavo.cli.errors import usage
-from octavo.cli.progress import Bars, PlainSteps, Step
+from octavo.cli.progress import Bars, PlainSteps, Step, can_redraw
 from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ClientSettings
 from octavo.client.requests import GenerateFields
@@ -132,8 +132,8 @@ def _due(plan: Plan, asked: Bench, asks: Sequence[Ask]) -> list[float]:
 
 @contextmanager
 def _progress(console: Console, total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """Shows how many requests have ended: a bar on a terminal, plain lines elsewhere."""
-    bars = Bars(console, {title: title}, stage="connecting") if console.is_terminal else None
+    """How many requests have ended: a bar on a terminal, plain lines elsewhere."""
+    bars = Bars(console, {title: title}, stage="connecting") if can_redraw(console) else None
     plain = PlainSteps()
 
     def on_done(done: int) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.cli.errors import CliError
-from octavo.cli.progress import Bars, PlainSteps, Step
+from octavo.cli.progress import Bars, PlainSteps, Step, can_redraw
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import CANNOT_START
 from octavo.gateway.observability.logs import LogWriter
@@ -131,7 +131,7 @@ class StartupView:
         self._level = level
         self._style = style
         self._steps = PlainSteps()
-        is_watched = console.is_terminal and style is LineStyle.PEOPLE
+        is_watched = can_redraw(console) and style is LineStyle.PEOPLE
         self._bars = Bars(console, {each.name: each.label for each in plans}) if is_watched else None
 
     def on_line(self, name: str, raw: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from octavo.cli.errors import INTERRUPTED
-from octavo.cli.progress import BYTES, Bars, PlainSteps, Step, shown_bytes
+from octavo.cli.progress import BYTES, Bars, PlainSteps, Step, can_redraw, shown_bytes
 from octavo.model.checkpoint.source import OnDownload, resolve_checkpoint
 
 PATIENCE_S = 3.0  # for threads that wait for the hub, after Ctrl-C
@@ -54,9 +54,9 @@ class _Told:
 
 @contextmanager
 def _told(model: str, console: Console) -> Iterator[_Told]:
-    """A listener for the download. The hub's threads finish their files whatever happens in the main thread, so Ctrl-C
-    is passed on to them."""
-    bars = Bars(console, {model: model}, stage="asking the hub") if console.is_terminal else None
+    """A listener of the download. The hub's threads fetch a file each to its end, whatever the main thread hears, so
+    Ctrl-C is told to them."""
+    bars = Bars(console, {model: model}, stage="asking the hub") if can_redraw(console) else None
     plain = PlainSteps()
 
     def show(done: int, total: int | None) -> None:

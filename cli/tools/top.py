@@ -22,6 +22,7 @@ from rich.live import Live
 from octavo import Client
 from octavo.cli.client.connect import connect
 from octavo.cli.errors import CliError
+from octavo.cli.progress import can_redraw
 from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import CallSettings
 from octavo.cli.tools.top_screen import View, plain, screen
@@ -36,14 +37,13 @@ QUIT = ("q", "\x03", "\x04", "\x1b")
 
 
 def top(settings: CallSettings, *, interval_s: float, once: bool, as_json: bool) -> int:
-    """Run until q. With `once`, or if stdout is not a terminal, print one plain snapshot. Raises CliError,
-    OctavoError."""
+    """Until q; once, or on what cannot be drawn on again, one plain snapshot. Raises CliError, OctavoError."""
     view = View(address=join_address(settings.host, settings.port))
     with connect(settings) as client:
         first = _first(client)
         if as_json:
             print(json.dumps(MessageToDict(first, preserving_proto_field_name=True)))  # noqa: T201
-        elif once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        elif once or not (sys.stdout.isatty() and sys.stdin.isatty() and can_redraw(Console())):
             print(plain(first, view))  # noqa: T201
         else:
             _watch(client, first, view, interval_s=interval_s)

@@ -152,6 +152,18 @@ def test_what_counts_bytes_shows_amount_rate_and_time_left(monkeypatch: pytest.M
         view.close()
 
 
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    """Bars would be drawn nowhere, and hide the lines that are no warnings."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200, _environ={"TERM": "dumb"})
+    view = StartupView(PLANS, console=console, level="info", style=LineStyle.PEOPLE)
+    view.on_line("worker-0", told("loading_weights", done=1, total=8))
+    view.on_line("worker-0", RAW)
+    view.close()
+    assert "loading weights" in out.getvalue()
+    assert "loaded" in out.getvalue()
+
+
 def test_people_without_a_terminal_get_plain_lines_and_not_one_for_each_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

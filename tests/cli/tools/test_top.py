@@ -64,10 +64,10 @@ def busy(service: Service, num_requests: int = 3) -> Iterator[None]:
 class Terminal:
     """A pseudo-terminal with a command in it. shown: everything that it wrote."""
 
-    def __init__(self, *words: str, width: int, height: int) -> None:
+    def __init__(self, *words: str, width: int, height: int, kind: str = "xterm-256color") -> None:
         self._ours, theirs = pty.openpty()
         self.resize(width, height)
-        variables = environment() | {"TERM": "xterm-256color"}
+        variables = environment() | {"TERM": kind}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             variables.pop(name, None)
         self.process = subprocess.Popen(
@@ -124,6 +124,14 @@ def test_a_terminal_shows_requests_as_they_come_and_q_quits(size: tuple[int, int
     assert "\x1b[?1049h" in terminal.shown  # a screen of its own,
     assert "\x1b[?1049l" in terminal.shown.split("\x1b[?1049h")[1]  # which is left again
     assert "Traceback" not in terminal.shown
+
+
+def test_a_dumb_terminal_gets_what_a_pipe_gets(service: Service) -> None:
+    """It got nothing, until q."""
+    terminal = Terminal(f"--port={service.port}", width=80, height=24, kind="dumb")
+    assert terminal.wait() == 0
+    assert "requests 0 in flight" in terminal.shown
+    assert "\x1b[?1049h" not in terminal.shown
 
 
 def test_keys_sort_and_a_new_size_is_followed(service: Service) -> None:
