@@ -21,6 +21,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
+# Images of Python and some shells keep no bytecode: each of hundreds of processes would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: types check coverage help demo serve test test-isa interop test-interop test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 

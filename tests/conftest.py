@@ -1,5 +1,6 @@
 """Fixtures and settings for every test."""
 
+import functools
 import gc
 import os
 import shutil
@@ -41,11 +42,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which `-m` takes nothing, alone or not, are not imported: every process would import all of them."""
+    expression = config.option.markexpr
+    terms = [] if " or " in expression or "(" in expression else expression.split(" and ")
+    if collection_path.suffix != ".py" or not {"alone", "not alone"} & set(terms):
+        return None
+    alone = _lies_in_alone(collection_path)
+    if "not alone" in terms:
+        return True if alone else None
+    return None if alone or "mark.alone" in collection_path.read_text() else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of services are marked `alone`: `make test` runs them after the others, a few files at once. With
     `--no-loadscope-reorder`, files are handed out in the order of their tests."""
     for item in items:
-        if is_alone(item.path.relative_to(REPOSITORY / "tests")):
+        if _lies_in_alone(item.path):
             item.add_marker(pytest.mark.alone)
     if hasattr(config, "workerinput"):
         from tests.check import longest_first, read_seconds
@@ -56,6 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def is_alone(place: Path | str) -> bool:
     """Of a file, from the folder of the tests."""
     return str(place) not in NOT_ALONE and any(Path(place).is_relative_to(each) for each in ALONE)
+
+
+@functools.cache
+def _lies_in_alone(path: Path) -> bool:
+    return is_alone(path.relative_to(REPOSITORY / "tests"))
 
 
 @pytest.fixture(scope="session")

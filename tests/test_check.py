@@ -1,6 +1,8 @@
 """`make check` takes what holds the repository together and the quick test files, and says what it left out; how strict
 the types are."""
 
+import os
+import subprocess
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import check
-from tests.conftest import is_alone
+from tests.conftest import is_alone, pytest_ignore_collect
 
 SHARE = 20  # what always runs may take this part of what all files take, however fast the machine that measured them
 
@@ -50,6 +52,29 @@ def test_the_longest_files_are_begun_first_and_a_files_tests_stay_together() -> 
     items: list[Any] = [SimpleNamespace(path=check.TESTS / file, number=n) for n, file in enumerate(files)]
     check.longest_first(items, {"quick.py": 1.0, "long.py": 9.0})
     assert [item.number for item in items] == [1, 4, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("expression", "ignored"),
+    [
+        ("not gpu and not alone", {"e2e/test_outputs.py"}),
+        ("alone and not gpu", {"model/test_parallel.py"}),
+        ("not gpu", set()),
+        ("alone or gpu", set()),
+    ],
+)
+def test_files_of_which_nothing_is_taken_are_not_imported(expression: str, ignored: set[str]) -> None:
+    """verify's has some tests of either kind."""
+    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+    files = ("e2e/test_outputs.py", "model/test_parallel.py", "cli/tools/test_verify_service.py", "e2e", "model")
+    assert {file for file in files if pytest_ignore_collect(check.TESTS / file, config)} == ignored
+
+
+def test_targets_keep_bytecode_whatever_the_environment_says(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(f"include {check.TESTS.parent / 'Makefile'}\nkept:\n\t@env\n")
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    said = subprocess.run(["make", "-s", "kept"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True)
+    assert b"\nPYTHONDONTWRITEBYTECODE=\n" in said.stdout
 
 
 @pytest.mark.parametrize("file", ["cluster/test_cluster.py", "interop/test_node.py", "gpu/test_gpu_ranks.py"])

@@ -16,8 +16,12 @@ OF_KERNELS = ("gpu", "kernels")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What numpy says of arithmetic in triton's interpreter is no failure."""
+    folders = {
+        path: any(path.is_relative_to(Path(__file__).parent / folder) for folder in OF_KERNELS)
+        for path in {item.path for item in items}
+    }
     for item in items:
-        if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in OF_KERNELS):
+        if folders[item.path]:
             for mark in WARNINGS:
                 item.add_marker(mark)
 
