@@ -24,7 +24,7 @@ PROTOS := $(wildcard proto/octavo/*/*.proto)
 # Images of Python and some shells keep no bytecode: each of hundreds of processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: types check coverage help demo serve test test-isa interop test-interop test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa interop test-interop ray test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -39,13 +39,13 @@ serve: install ## serve the embedded model until Ctrl-C
 check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
 
-# First what only computes, a process a core; then what starts services or looks at the time, two files at once: more may be
-# asked for by ALONE_JOBS=3. The longest files go first (tests/conftest.py). With RERUNS=1, as in CI, a
+# First what only computes, a process a core; then what starts services or looks at the time, two files a core, for they wait
+# more than they compute: others may be asked for by ALONE_JOBS=2. The longest files go first (tests/conftest.py). With RERUNS=1, as in CI, a
 # test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of seconds is no
 # reason to run half an hour again, but each name there is to be looked into.
 CORES := $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)'
 CPU_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 8 ? n : 8)))
-ALONE_JOBS ?= 2
+ALONE_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 2 ? 2 : n < 4 ? 2 * n : 8)))
 RERUNS ?= 0
 RERUN := --reruns $(RERUNS) -rR
 SPREAD := --dist loadfile --no-loadscope-reorder
@@ -87,13 +87,19 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 interop: dev ## the environments of test-interop, from PyPI and npm; says which cannot be made
 	@$(BIN)/python -m tests.support.services.interop
 
-# Not together with the others: what must be free within seconds is looked at here.
-test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, NVIDIA Dynamo, gRPC for Node
-	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra tests/interop
+# Not together with the others: what must be free within seconds is looked at here. Those of others mostly wait for each
+# other: three files at once.
+INTEROP_JOBS ?= 3
+test-interop: interop ## clients and gateways of others against a running service: smg with openai, tritonclient, NVIDIA Dynamo, gRPC for Node
+	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra -n $(INTEROP_JOBS) $(SPREAD) tests/interop
+
+# By its requirement alone, for the extra would build this checkout anew.
+RAY := $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"])'
+ray: dev ## what test-cluster needs, from PyPI
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(PIP) install -q "$$($(RAY))" >/dev/null 2>&1 || true
 
 # With small object stores; each cluster is a head and a few raylets on loopback, up in some five seconds.
-test-cluster: dev ## a Ray cluster of several raylets on this machine, hosts killed under streams; left out where ray cannot be installed
-	@$(BIN)/python -c 'import ray' 2>/dev/null || $(PIP) install -q -e ./proto -e ".[ray]" >/dev/null 2>&1 || true
+test-cluster: ray ## a Ray cluster of several raylets on this machine, hosts killed under streams; left out where ray cannot be installed
 	@if $(BIN)/python -c 'import ray' 2>/dev/null; then \
 		OCTAVO_RAYLETS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra -s tests/cluster; \
 	else echo "left out: ray cannot be installed here"; fi

@@ -54,14 +54,16 @@ def test_what_the_workflow_runs_calls_targets_of_the_makefile(repository: Path, 
     assert set(called) <= targets
 
 
-@pytest.mark.parametrize("failing", ["", "interop", "lint", "test", "test-cluster"])
+@pytest.mark.parametrize(
+    "failing", ["", "interop", "breaking", "lint", "test", "test-isa", "test-interop", "test-cluster"]
+)
 def test_it_ends_with_the_first_that_fails_and_without_what_runs_aside(
     failing: str, repository: Path, tmp_path: Path
 ) -> None:
     """make writes what it is called for here, and takes longer for what is fetched."""
     (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "make").write_text(
-        f'#!/bin/sh\n[ $1 = interop ] && sleep 0.5\necho $1 >> {tmp_path}/made\n[ $1 != "{failing}" ]\n'
+        f'#!/bin/sh\n[ $1 = interop ] && sleep 0.5\necho $1 >> {tmp_path}/made\necho it is $1\n[ $1 != "{failing}" ]\n'
     )
     for program in ("make", "apt-get"):
         (tmp_path / program).chmod(0o755)
@@ -70,12 +72,16 @@ def test_it_ends_with_the_first_that_fails_and_without_what_runs_aside(
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     made = (tmp_path / "made").read_text().split()
-    steps = ["dev", "lint", "breaking", "test", "test-isa", "test-interop", "test-cluster"]
-    num_begun = {"": len(steps), "interop": steps.index("test-interop")}.get(failing) or steps.index(failing) + 1
-    assert [each for each in made if each != "interop"] == steps[:num_begun], done.stderr
+    steps = ["dev", "ray", "lint", "test", "test-isa"]
+    waited_for_before = {"": len(steps), "breaking": steps.index("test"), "interop": len(steps)}
+    of_others = failing in ("", "test-interop", "test-cluster")  # these two run beside each other
+    num_begun = len(steps) if of_others else waited_for_before.get(failing) or steps.index(failing) + 1
+    assert [each for each in made if each in steps] == steps[:num_begun], done.stderr
+    assert {"test-interop", "test-cluster"} & set(made) == ({"test-interop", "test-cluster"} if of_others else set())
     assert (done.returncode == 0) is (not failing)
-    if "test-interop" in made:
+    if of_others:
         assert "interop" in made[: made.index("test-interop")]
+        assert done.stdout.split("\n")[-3:-1] == ["it is test-cluster", "it is test-interop"]
 
 
 def test_hooks_download_nothing_and_call_what_the_environment_has(repository: Path, targets: set[str]) -> None:

@@ -3,12 +3,14 @@
 python -m tests.support.services.interop makes them all.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -37,11 +39,21 @@ def interop_python(name: str) -> Path:
     digest = hashlib.sha256(pins + sys.version.encode()).hexdigest()[:12]
     folder = environments_folder() / f"{name}-{digest}"
     python = folder / "bin" / "python"
-    if not (folder / ".complete").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
-        _make(folder, python, files)
-        (folder / ".complete").touch()
+    with _one_at_a_time(folder):
+        if not (folder / ".complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
+            _make(folder, python, files)
+            (folder / ".complete").touch()
     return python
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Several processes share the files of tests, and each may want it first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _make(folder: Path, python: Path, files: list[Path]) -> None:
@@ -62,16 +74,17 @@ def interop_node() -> Path:
     if node is None or npm is None:
         raise NoEnvironment("there is no node or no npm here")
     folder = environments_folder() / f"node-{hashlib.sha256(wanted.read_bytes()).hexdigest()[:12]}"
-    if not (folder / ".complete").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        shutil.copy(wanted, folder)
-        try:
-            _run([npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund"])
-        except (NoEnvironment, subprocess.TimeoutExpired) as error:
+    with _one_at_a_time(folder):
+        if not (folder / ".complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            raise NoEnvironment(f"what {wanted.name} names could not be installed: {error}") from None
-        (folder / ".complete").touch()
+            folder.mkdir(parents=True)
+            shutil.copy(wanted, folder)
+            try:
+                _run([npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund"])
+            except (NoEnvironment, subprocess.TimeoutExpired) as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise NoEnvironment(f"what {wanted.name} names could not be installed: {error}") from None
+            (folder / ".complete").touch()
     return folder / "node_modules"
 
 
