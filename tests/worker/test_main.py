@@ -18,8 +18,8 @@ import pytest
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import Run, SamplingParams, WireFinishReason
-from octavo.worker.shutdown import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
+from octavo.worker.shutdown import EXIT_REFUSED
 from tests.support.gateway.workers import RecordingSink, pool_config, submit
 from tests.support.waiting import until
 

@@ -10,6 +10,7 @@ from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.errors import OctavoError
 from octavo.client.events import AsyncStreamCall, TextSoFar
 from octavo.client.field_values import naming
+from octavo.client.lifetime import LoopLifetime, needs_loop
 from octavo.client.options import call_metadata, call_timeout, open_aio_channel
 from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
@@ -99,8 +100,9 @@ class AsyncClient:
     ) -> AsyncTextStream:
         """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request_of(request, fields)
-        call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
-        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
+        with self._lifetime.calling():
+            call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        return AsyncTextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
 
     async def complete(
         self,
@@ -137,7 +139,7 @@ class AsyncClient:
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
         with naming("request_id"):
             request = inference_pb2.CancelRequest(request_id=request_id)
-        with _octavo_errors():
+        with self._lifetime.calling():
             answer: inference_pb2.CancelResponse = await self._inference.Cancel(
                 request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
@@ -172,7 +174,8 @@ class AsyncClient:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        with self._lifetime.calling():
+            call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
         try:
             with self._lifetime.reading():
                 async for snapshot in call:
@@ -184,7 +187,7 @@ class AsyncClient:
         """The ids of a text."""
         with naming("text"):
             request = inference_pb2.TokenizeRequest(model=model, text=text)
-        with _octavo_errors():
+        with self._lifetime.calling():
             return list(
                 (
                     await self._inference.Tokenize(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
@@ -195,7 +198,7 @@ class AsyncClient:
         """The text of ids."""
         with naming("token_ids"):
             request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        with _octavo_errors():
+        with self._lifetime.calling():
             answer: inference_pb2.DetokenizeResponse = await self._inference.Detokenize(
                 request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )

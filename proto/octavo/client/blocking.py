@@ -9,6 +9,7 @@ import grpc
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.events import StreamCall, TextSoFar
 from octavo.client.field_values import naming
+from octavo.client.lifetime import Lifetime
 from octavo.client.options import call_metadata, call_timeout, open_channel
 from octavo.client.requests import GenerateFields, request_of
 from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
@@ -84,8 +85,9 @@ class Client:
     ) -> TextStream:
         """Generate, as it comes: `for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request_of(request, fields)
-        call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
-        return TextStream(call, num_outputs=request.num_outputs or 1)
+        with self._lifetime.calling():
+            call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        return TextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
 
     def complete(
         self,
@@ -122,7 +124,7 @@ class Client:
         `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
         with naming("request_id"):
             request = inference_pb2.CancelRequest(request_id=request_id)
-        try:
+        with self._lifetime.calling():
             answer: inference_pb2.CancelResponse = self._inference.Cancel(
                 request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
@@ -155,7 +157,8 @@ class Client:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        with self._lifetime.calling():
+            call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
         try:
             with self._lifetime.reading():
                 yield from call
@@ -166,18 +169,16 @@ class Client:
         """The ids of a text."""
         with naming("text"):
             request = inference_pb2.TokenizeRequest(model=model, text=text)
-        try:
+        with self._lifetime.calling():
             return list(
                 self._inference.Tokenize(request, timeout=call_timeout(timeout_s), metadata=self._metadata).token_ids
             )
-        except grpc.RpcError as error:
-            raise error_from(error) from None
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
         with naming("token_ids"):
             request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        try:
+        with self._lifetime.calling():
             answer: inference_pb2.DetokenizeResponse = self._inference.Detokenize(
                 request, timeout=call_timeout(timeout_s), metadata=self._metadata
             )
