@@ -42,12 +42,15 @@ HEADS = ("service", "address", "process", "pid", "model", "ranks", "state", "req
 class ProcessState:
     """One process of a service; figures are None if unknown.
 
-    state: ready, loading (it answers nobody yet), waiting (for a gateway to take it, or for a host), draining,
-    down (not running now).
-    model: by its name; checkpoint: as --model has it, where this machine knows.
-    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
-    tensor-parallel. address: where callers reach a gateway of another host, of which nothing else is known here;
-    model_addresses: and those who mean a model by the port.
+    state: ready, loading (answers nobody yet), waiting (for a gateway to accept it, or for a host), draining, down (not
+        running now).
+    model: by its name; checkpoint: as --model has it, if this machine knows.
+    requests: a gateway's in flight; a worker's running or queued.
+    kv_usage: of its blocks, 0 to 1.
+    cache_hit_rate: of its prompts' tokens since its start, 0 to 1; None before the first.
+    ranks: of a tensor-parallel worker.
+    address: where callers reach a gateway on another host, of which nothing else is known here.
+    model_addresses: the same, for callers who name a model by the port.
     """
 
     name: str
