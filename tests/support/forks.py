@@ -18,11 +18,11 @@ END_TIMEOUT_S = 30.0
 
 
 class WorkFailed(AssertionError):
-    """With all that it has written."""
+    """Contains everything the work has written."""
 
 
 def serve(work: Callable[..., None]) -> None:
-    """Answers each line of stdin, which has an environment and arguments, by what work(*arguments) writes to stdout in
+    """Answer each line of stdin, which has an environment and arguments, with what work(*arguments) writes to stdout in
     that environment, and how it ends."""
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
@@ -61,7 +61,7 @@ def _whole(file: IO[str]) -> str:
 
 
 class Forks:
-    """Such a program, run until this is left. environment: beside this process's."""
+    """Such a program, running until this context is left. environment: in addition to this process's."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -80,7 +80,7 @@ class Forks:
             self._process.wait()
 
     def lines(self, *arguments: Any, environment: Mapping[str, str]) -> list[str]:
-        """What the program's work writes for these. environment: beside the program's."""
+        """What the program's work writes for these arguments. environment: in addition to the program's."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([dict(environment), arguments]) + "\n")

@@ -9,7 +9,7 @@ _move = PrefixIndex.move
 
 
 def move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> None:
-    """The name still leads to where the block was."""
+    """The index still leads to the block's old place."""
     digest = index.digest_of[source]
     _move(index, source, target)
     if digest is not None:
@@ -17,12 +17,12 @@ def move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> Non
 
 
 def pop_and_keep(host: HostTier, request_id: str) -> SwappedRequest | None:
-    """It stays swapped out."""
+    """The request stays swapped out."""
     return host.swapped.get(request_id)
 
 
 def give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:
-    """Who waits for those blocks still does."""
+    """Requests that wait for those blocks keep waiting."""
     awaited = blocks[host.is_awaited_P[blocks]]
     host.is_awaited_P[awaited] = False
     for block in awaited.tolist():

@@ -21,7 +21,7 @@ WORK = st.lists(st.tuples(PICK, st.sampled_from([9, 1, 2, 3]), st.integers(0, 1)
 
 
 class KvMachine(KvReference):
-    """Rules drive the manager and the model side by side; the shadow store says what the device would hold."""
+    """Rules drive the manager and the model side by side; the shadow store holds what the device would hold."""
 
     @initialize(
         num_blocks=st.integers(4, 12),
@@ -74,7 +74,7 @@ class KvMachine(KvReference):
         use=st.sampled_from([9, 9, 9, 1, 0]),
     )
     def admit(self, tokens: list[int], salt: str, reserve: int | None, use: int = 9) -> None:
-        """A request comes; what it hits must be true, and as much as there is."""
+        """A request arrives. Its prefix hit must be correct and as long as possible."""
         name = f"r{self.num_admitted}"
         ids = np.array(tokens, np.int32)
         hit = self.manager.match(ids, salt=salt)
@@ -106,7 +106,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.requests)
     @rule(pick=PICK)
     def swap_out(self, pick: int) -> None:
-        """A request's blocks go to the host; refused where a step is in flight, or there is no room."""
+        """A request's blocks go to the host; refused if a step is in flight or there is no room."""
         name = sorted(self.requests)[pick % len(self.requests)]
         request = self.requests[name]
         if request.is_tainted or not request.num_computed:
@@ -135,7 +135,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.swapped)
     @rule(pick=PICK)
     def swap_in(self, pick: int) -> None:
-        """It comes back whole, or there is no room."""
+        """The request comes back whole, or there is no room."""
         name = sorted(self.swapped)[pick % len(self.swapped)]
         request = self.swapped[name]
         ids = np.array(request.tokens, np.int32)
@@ -168,13 +168,13 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, num_tokens=st.integers(0, WIDTH * BLOCK_SIZE))
     def grow(self, pick: int, num_tokens: int) -> None:
-        """One slot grows, or the refusal was foretold."""
+        """One slot grows, or is refused as predicted."""
         self._grow(self._pick(pick), num_tokens)
 
     @precondition(lambda self: self.requests)
     @rule(picks=st.sets(PICK, min_size=1, max_size=4), extra=st.integers(0, 4))
     def grow_many(self, picks: set[int], extra: int) -> None:
-        """Several grow at once; the refused are those that `grow` would have refused in turn."""
+        """Several slots grow at once; refused are those that `grow` would refuse one by one."""
         chosen = list({request.slot: request for request in map(self._pick, sorted(picks))}.values())
         wanted = [min(len(r.tokens) + extra, WIDTH * BLOCK_SIZE) for r in chosen]
         free, refused = self.manager.num_free + self.manager.num_cached, []
@@ -194,7 +194,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.requests and len(self.steps) < 3)
     @rule(data=WORK, commit_at=st.sampled_from(["plan", "end"]))
     def plan_again(self, data: list[tuple[int, int, int]], commit_at: str) -> None:
-        """The same: half of what happens should be plans."""
+        """`plan` once more, so that half of all rules are plans."""
         self.plan(data, commit_at)
 
     @precondition(lambda self: self.requests and len(self.steps) < 3)
@@ -203,7 +203,7 @@ class KvMachine(KvReference):
         commit_at=st.sampled_from(["plan", "end"]),
     )
     def plan(self, work: list[tuple[int, int, int]], commit_at: str) -> None:
-        """Make a plan, launch it, and let the device do it at once: only the order of plans matters to it."""
+        """Make a plan, launch it, and execute it at once: only the order of plans matters."""
         chunks = {}
         for pick, num, token in work:
             request = self._pick(pick)
@@ -234,7 +234,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: len(self.steps) > 1)
     @rule(number=st.integers(-1, 5))
     def end_wrong_step(self, number: int) -> None:
-        """Steps end in order, or nothing happens."""
+        """Steps must end in order; otherwise nothing happens."""
         if self.steps and self.steps[0].number == number:
             return
         before = full_state(self.manager)
@@ -247,7 +247,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.requests and len(self.requests) < MAX_REQUESTS)
     @rule(pick=PICK, num_tokens=st.integers(1, 12))
     def fork(self, pick: int, num_tokens: int) -> None:
-        """A child shares what its parent has computed; then both go on by themselves."""
+        """A child shares what its parent has computed; then both continue separately."""
         parent = self._pick(pick)
         shared = min(num_tokens, parent.num_computed)
         if not shared:
@@ -266,7 +266,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, how=st.sampled_from(["once", "twice", "stranger"]))
     def release(self, pick: int, how: str) -> None:
-        """A request ends, in flight or not; a second release, or another's, does nothing."""
+        """A request ends, in flight or not. A second release, or of another request, does nothing."""
         name = sorted(self.requests)[pick % len(self.requests)]
         request = self.requests.pop(name) if how != "stranger" else self.requests[name]
         if how != "stranger":
@@ -279,7 +279,7 @@ class KvMachine(KvReference):
 
     @rule(pick=PICK, what=st.sampled_from(["nothing"] * 12 + ["taint", "taint", "flush", "toggle weak hash"]))
     def disturb(self, pick: int, what: str) -> None:
-        """Now and then something rare: too often, and nothing would ever be cached."""
+        """Rare events, now and then: if they were frequent, nothing would ever stay cached."""
         if what == "taint" and self.requests:
             self._taint(self._pick(pick))
         elif what == "flush":
@@ -292,7 +292,7 @@ class KvMachine(KvReference):
 
     @invariant()
     def audit_is_clean_and_counts_agree(self) -> None:
-        """I1 to I3 by the manager's own recount and by ours."""
+        """I1 to I3, by the manager's own recount and by ours."""
         if not hasattr(self, "manager"):
             return
         audit, manager = self.manager.audit(), self.manager
@@ -313,7 +313,7 @@ class KvMachine(KvReference):
 
     @invariant()
     def the_index_tells_the_truth(self) -> None:
-        """I6: what the device holds is what the index says, all of the prefix."""
+        """I6: the device holds what the index says, for the whole prefix."""
         if not hasattr(self, "manager"):
             return
         index = self.manager._index
@@ -332,7 +332,7 @@ class KvMachine(KvReference):
 
     @invariant()
     def tails_are_given_up_before_heads(self) -> None:
-        """I8, as long as no two blocks hold the same."""
+        """I8, as long as no two blocks have the same content."""
         if not hasattr(self, "manager") or self.has_duplicates or self.has_toggled:
             return
         index, order = self.manager._index, self.manager._pool.lru.to_array().tolist()
@@ -342,7 +342,7 @@ class KvMachine(KvReference):
 
     @invariant()
     def events_rebuild_the_index(self) -> None:
-        """A router that listened knows exactly what is stored."""
+        """A router that applied all events knows exactly what is stored."""
         if hasattr(self, "manager"):
             self._listen()
             stored = {
@@ -352,7 +352,7 @@ class KvMachine(KvReference):
             assert self.router == stored
 
     def teardown(self) -> None:
-        """When all have ended, nothing is held."""
+        """When all requests have ended, nothing is held."""
         if not hasattr(self, "manager"):
             return
         while self.steps:

@@ -21,7 +21,7 @@ BLOCK_SIZE, WIDTH = 2, 6
 
 @dataclass
 class Request:
-    """The model of a request: tokens and counts, no blocks but the number that it should hold."""
+    """The model of a request: tokens and counts, and the number of blocks that it should hold."""
 
     slot: int
     salt: str
@@ -41,7 +41,7 @@ class Step:
 
 
 class ToggledHash:
-    """The real hash, or one of 8 bits."""
+    """The real hash, or an 8-bit one that collides."""
 
     is_weak = False
 
@@ -51,11 +51,11 @@ class ToggledHash:
 
 
 class KvReference(RuleBasedStateMachine):
-    """The manager, a model of its requests, and the shadow store; each step on the way checks what it can.
+    """The manager, a model of its requests, and the shadow store; every helper checks what it can.
 
     mirror_SM: the runner's table. router: what a listener has stored. has_duplicates: two blocks may hold the same.
-    swapped: requests whose blocks are on the host. to_spoil: blocks that were handed out since the last plan, which may
-    have to copy their old contents out first.
+    swapped: requests whose blocks are on the host. to_spoil: blocks handed out since the last plan, whose old contents
+      may have to be copied out first.
     """
 
     manager: BlockManager
@@ -72,14 +72,14 @@ class KvReference(RuleBasedStateMachine):
     has_duplicates: bool
 
     def _taint(self, request: Request) -> None:
-        """What a request alone holds turns out to be NaN."""
+        """Blocks that only this request holds turn out to contain NaN."""
         held_by_others = {b for r in self.requests.values() if r is not request for b in self._row(r)}
         self._spoil([block for block in self._row(request) if block not in held_by_others])
         request.is_tainted = True
         self.manager.taint(request.slot)
 
     def _flush(self) -> None:
-        """Everything that nobody uses is forgotten."""
+        """Drop everything that nobody uses."""
         num_cached, num_free = self.manager.num_cached, self.manager.num_free
         assert self.manager.flush_prefix_cache() >= num_cached
         assert (self.manager.num_cached, self.manager.num_free) == (0, num_free + num_cached)
@@ -91,7 +91,7 @@ class KvReference(RuleBasedStateMachine):
         return [block for block in self.manager.table_SM[request.slot].tolist() if block >= 0]
 
     def _attempt(self, call: Callable[[], Any]) -> Any:
-        """What the call gives (True for nothing), or None where it was refused: I10, that changes nothing."""
+        """The call's result (True for None), or None if it was refused, which must change nothing (I10)."""
         before = full_state(self.manager)
         try:
             result = call()
@@ -101,7 +101,7 @@ class KvReference(RuleBasedStateMachine):
             return None
 
     def _hand_out(self, blocks: list[int]) -> None:
-        """I7 and I13: what is handed out is in no index and in no plan in flight."""
+        """I7 and I13: blocks that are handed out are in no index and in no plan in flight."""
         busy = set().union(*(step.blocks for step in self.steps))
         assert not busy & set(blocks), "I13"
         fresh = np.array([block for block in blocks if not self.manager.host.is_awaited_P[block]], np.int64)
@@ -115,7 +115,7 @@ class KvReference(RuleBasedStateMachine):
             self.shadow.spoil(blocks)
 
     def content(self, block: int) -> list[Content]:
-        """What a block holds, or will hold when the copies that are queued are done."""
+        """What a block holds, or will hold once queued copies are done."""
         host = self.manager.host
         block = host.ins.origin(block)
         return self.shadow.blocks[host.outs.get(block, block)]
@@ -135,7 +135,7 @@ class KvReference(RuleBasedStateMachine):
         return has_grown
 
     def _prepare_chunk(self, request: Request, num: int, token: int) -> tuple[int, int] | None:
-        """Room and exclusive blocks for a chunk; None where there are none, or the slot's are not back from the
+        """Room and exclusive blocks for a chunk; None if there are none, or the slot's blocks are not back from the
         host."""
         if self.manager.is_awaited(request.slot):
             return None
@@ -151,7 +151,7 @@ class KvReference(RuleBasedStateMachine):
         return start, stop
 
     def _prepare_write(self, request: Request, start: int) -> object | None:
-        """Both forms of it, in turn."""
+        """Alternates between both forms of the call."""
         if start % 2:
             return self._attempt(lambda: self.manager.prepare_write(request.slot, start))
         refused = self.manager.prepare_write_many(np.array([request.slot], np.int32), np.array([start]))
@@ -188,8 +188,8 @@ class KvReference(RuleBasedStateMachine):
         self.has_duplicates |= not self.manager._index.holds(full).all()
 
     def _take_updates(self) -> np.ndarray:
-        """The runner applies joins, rows, copies; afterwards it knows every live row. What is to be copied in once the
-        plan's tokens are done: (host, device) blocks."""
+        """The runner applies joins, rows and copies; afterwards it must know every live row. Returns the (host, device)
+        pairs to copy in once the plan's tokens are done."""
         for slot in self.joined:
             self.mirror_SM[slot] = -1
         self.joined.clear()

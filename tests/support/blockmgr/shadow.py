@@ -10,7 +10,7 @@ GARBAGE: Content = ("garbage", ())
 
 
 class KvShadow:
-    """[num_blocks][block_size] contents, changed only by plans, in the order of the plans."""
+    """[num_blocks][block_size] contents, changed only by plans, in their order."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -23,19 +23,19 @@ class KvShadow:
         return clone
 
     def spoil(self, blocks: list[int]) -> None:
-        """Nothing in these blocks may be relied on any more."""
+        """The contents of these blocks must not be used any more."""
         for block in blocks:
             self.blocks[block] = [GARBAGE] * self.block_size
 
     def copy(self, copies_C2: np.ndarray) -> None:
-        """Do the copies one by one, and check that doing them all at once gives the same."""
+        """Do the copies one by one, and check that doing them all at once gives the same result."""
         at_once = {dst: list(self.blocks[src]) for src, dst in copies_C2.tolist()}
         for src, dst in copies_C2.tolist():
             self.blocks[dst] = list(self.blocks[src])
         assert at_once == {dst: self.blocks[dst] for _, dst in copies_C2.tolist()}
 
     def write(self, row: list[int], salt: str, tokens: list[int], start: int, stop: int) -> None:
-        """Compute positions [start, stop) of a sequence; they are true only if all before them are."""
+        """Compute positions [start, stop) of a sequence; correct only if all before them are."""
         for position in range(start, stop):
             self.blocks[row[position // self.block_size]][position % self.block_size] = (
                 salt,

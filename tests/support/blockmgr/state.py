@@ -6,7 +6,7 @@ from octavo.blockmgr import BlockManager
 
 
 def full_state(manager: BlockManager) -> tuple[Any, ...]:
-    """A value that differs when anything differs that a later call could show."""
+    """A value that differs whenever a later call could behave differently."""
     pool, tables, index, growth = manager._pool, manager._tables, manager._index, manager._growth
     return (
         tables.table_SM.tobytes(),

@@ -31,7 +31,7 @@ BAD_LINES = ("Task exception was never retrieved", "Traceback (most recent call 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Of one process. threads: how many of each name. thread_room: so many more, of any name, are nobody's leak."""
+    """What one process holds. threads: count by name. thread_room: this many more, of any name, are not a leak."""
 
     pid: int
     rss_bytes: int
@@ -59,8 +59,9 @@ def _thread_names(pid: int) -> Iterable[str]:
 
 @dataclass(slots=True, kw_only=True)
 class FaultBench:
-    """Made when the service is ready and warm. model: the oracle that its workers run. metrics_port: the gateway's.
-    num_rpcs: calls that were made, those by others (`foreign_rpcs`) included. rss_slack_bytes: may be kept."""
+    """Created when the service is ready and warm. model: the oracle that its workers run. metrics_port: the gateway's.
+    num_rpcs: calls that were made, including those by others (`foreign_rpcs`). rss_slack_bytes: memory that may be
+    kept."""
 
     service: Service
     model: OracleModel
@@ -71,7 +72,7 @@ class FaultBench:
     epochs: set[str] = field(default_factory=set)  # of the workers, when they were last looked at
 
     async def begin(self) -> None:
-        """Warm the service up, and note what it holds when nothing happens."""
+        """Warm the service up, and record what it holds when idle."""
         await asyncio.to_thread(self.service.wait_until_supervised)
         async with AsyncClient(self.service.target) as client:
             await asyncio.gather(*(run(client, Call(prompt=[5, n + 10], max_tokens=4)) for n in range(32)))
@@ -80,28 +81,29 @@ class FaultBench:
         await self.note_gateways()
 
     async def note_gateways(self) -> None:
-        """These gateways and workers, as they are now, are what the checks compare with."""
+        """Take these gateways and workers, as they are now, as the baseline for the checks."""
         self.epochs = {load.epoch for load in await asyncio.to_thread(self.service.load)}
         self.gateways = [Resources.of(each) for each in self.service.children("gateway")]
 
     async def run(self, calls: Sequence[Call]) -> None:
-        """All at once, by a client that is gone afterwards: its connection counts as nobody's leak."""
+        """Run all calls at once, with a client that is closed afterwards, so that its connection does not count as a
+        leak."""
         self.num_rpcs += len(calls)
         async with AsyncClient(self.service.target, options=NO_RETRIES) as client:
             await run_all(client, calls)
 
     async def metrics(self) -> Page:
-        """The gateway's, now."""
+        """The gateway's metrics now."""
         return await asyncio.to_thread(scrape, self.metrics_port)
 
     async def num_ended(self) -> int:
-        """Calls of Generate that the gateway has counted, by anybody."""
+        """Calls of Generate that the gateway has counted, by anyone."""
         page = await self.metrics()
         return round(page.total("octavo_requests_total", method="/octavo.v1.InferenceService/Generate"))
 
     async def until_workers(self, count: int, *, num_new: int, timeout_s: float = 60.0) -> float:
-        """Wait until so many workers are registered, num_new of them since the last time, and requests are served;
-        seconds that it took."""
+        """Wait until this many workers are registered, num_new of them since the last time, and requests are served.
+        Returns the seconds it took."""
         start_s = time.monotonic()
         while time.monotonic() - start_s < timeout_s:
             epochs = {load.epoch for load in await asyncio.to_thread(self.service.load)}
@@ -113,13 +115,13 @@ class FaultBench:
         raise AssertionError(f"L: not {count} workers, {num_new} of them new, within {timeout_s} s")
 
     def check_calls(self, calls: Iterable[Call], *, limit_s: float, victims: Iterable[str] = ()) -> None:
-        """H, I, T and P of calls alone, where the service is gone."""
+        """H, I, T and P for calls alone, if the service is gone."""
         for call in calls:
             self._check_call(call, limit_s=limit_s, victims=set(victims))
 
     async def check(self, calls: Iterable[Call], *, limit_s: float, victims: Iterable[str] = ()) -> None:
-        """After the fault. calls: everything that ran. limit_s: longest time a call may have taken. victims: the
-        reasons that some calls may have ended with; all others must be complete."""
+        """Check all invariants after the fault. calls: everything that ran. limit_s: longest time that a call may have
+        taken. victims: reasons that some calls may have ended with; all others must be complete."""
         self.check_calls(calls, limit_s=limit_s, victims=victims)
         await self.canary()
         await asyncio.to_thread(self.service.wait_until_idle)
@@ -141,7 +143,7 @@ class FaultBench:
             assert call.token_ids == expected[: len(call.token_ids)], f"T: {call.prompt}"
 
     async def canary(self) -> float:
-        """Seconds until a request is served again; AssertionError where that takes too long."""
+        """Seconds until a request is served again; AssertionError if that takes too long."""
         start_s = time.monotonic()
         while time.monotonic() - start_s < CANARY_S:
             call = Call(prompt=[3, 1, 4], max_tokens=3)
@@ -155,7 +157,7 @@ class FaultBench:
         raise AssertionError(f"L: no canary within {CANARY_S} s: {call.error}")
 
     async def _check_resources(self) -> None:
-        """Connections that were closed take a moment to be gone, and an idle thread half a minute."""
+        """Closed connections take a moment to disappear, and idle threads half a minute."""
         problems: list[str] = []
         for _ in range(600):
             problems = list(self._differences())
@@ -180,7 +182,8 @@ class FaultBench:
                 yield f"{(after.rss_bytes - before.rss_bytes) >> 20} MiB more memory"
 
     async def _check_metrics(self) -> None:
-        """Every call was counted once, by its end; nothing is said to run or wait. The gauges follow each second."""
+        """Every call was counted once, when it ended; nothing is reported as running or waiting. Gauges are updated
+        every second."""
         problems: list[str] = []
         for _ in range(300):
             page = await self.metrics()
@@ -204,7 +207,7 @@ class FaultBench:
                 yield f"{counter} is {page.total(counter):g}"
 
     def check_log(self) -> None:
-        """Nothing that only a defect writes."""
+        """No line that only a defect writes."""
         log = self.service.log.read_text(errors="replace")
         found = [line for line in BAD_LINES if line in log]
         assert not found, f"P: {found}\n{log[-3000:]}"

@@ -17,13 +17,13 @@ MODEL_LEN = 4096
 
 @dataclass(slots=True, kw_only=True)
 class Ending:
-    """How a request ended. error: None where it is complete."""
+    """How a request ended. error: None if it is complete."""
 
     error: BaseException | None = None
 
     @property
     def reason(self) -> str | None:
-        """Our own reason of the end; None for a complete output; "UNKNOWN" where nobody says why."""
+        """Our own reason; None for a complete output; "UNKNOWN" if there is none."""
         if self.error is None:
             return None
         return self.error.reason or "UNKNOWN" if isinstance(self.error, OctavoError) else type(self.error).__name__
@@ -38,7 +38,7 @@ class Ending:
 
 @dataclass(slots=True, kw_only=True)
 class Call(Ending):
-    """One request, and what came of it. Times are monotonic seconds."""
+    """One request and its outcome. Times are monotonic seconds."""
 
     prompt: list[int]
     max_tokens: int
@@ -50,19 +50,19 @@ class Call(Ending):
 
     @property
     def longest_pause_s(self) -> float:
-        """Between two arrivals, or before the first."""
+        """Longest time between two arrivals, or before the first."""
         times = [self.sent_s, *self.arrivals_s]
         return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
 
 def golden(call: Call, model: OracleModel) -> list[int]:
-    """Every token of the fault-free run."""
+    """Every token of the output without faults."""
     sampling = SamplingParams(temperature=0.0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True)
     return oracle_tokens(call.prompt, sampling, model=model, max_total_tokens=MODEL_LEN)
 
 
 def request(call: Call) -> pb.GenerateRequest:
-    """What goes over the wire."""
+    """The message of a call."""
     return generate_request(
         token_ids=call.prompt, temperature=0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True,
         output="token_ids",
@@ -70,7 +70,7 @@ def request(call: Call) -> pb.GenerateRequest:
 
 
 async def run(client: AsyncClient, call: Call, *, timeout_s: float | None = None) -> Call:
-    """To its end, whatever that is."""
+    """Run a call to its end, whatever that is."""
     stream = client.stream(request(call), timeout_s=timeout_s)
     call.sent_s = time.monotonic()
     try:
@@ -84,16 +84,16 @@ async def run(client: AsyncClient, call: Call, *, timeout_s: float | None = None
 
 
 def without_call(error: BaseException) -> BaseException:
-    """The error alone: its frames and causes would keep the call, and with it the connection, as long as it lives."""
+    """The error without its frames and causes, which would keep the call and its connection alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def calls(count: int, *, max_tokens: int, first: int = 10) -> list[Call]:
-    """Different prompts, some of them with a common beginning."""
+    """Different prompts, some with a common prefix."""
     return [Call(prompt=[7, 8, 9, first + n], max_tokens=max_tokens, seed=first + n) for n in range(count)]
 
 
 async def run_all(client: AsyncClient, wanted: Sequence[Call]) -> list[Call]:
-    """All at once."""
+    """Run all calls at once."""
     return list(await asyncio.gather(*(run(client, call) for call in wanted)))

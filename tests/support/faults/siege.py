@@ -21,8 +21,8 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(slots=True, kw_only=True)
 class Siege(Generic[ResultT]):
-    """result: what the attack gave. canaries: calls that ran beside it, one after another. Memory and CPU seconds are
-    the gateway's; the attacker and the canaries share this process, whose waits are in the times."""
+    """result: of the attack. canaries: calls that ran beside it, one after another. Memory and CPU seconds are the
+    gateway's; the attacker and the canaries share this process, whose waits are included in the times."""
 
     result: ResultT
     seconds: float
@@ -38,7 +38,7 @@ class Siege(Generic[ResultT]):
         return round(1000 * percentile([call.ended_s - call.sent_s for call in self.canaries], 99), 1)
 
     def figures(self) -> dict[str, object]:
-        """For the table."""
+        """Figures for the table."""
         return {
             "seconds": round(self.seconds, 2),
             "canaries": len(self.canaries),
@@ -51,10 +51,11 @@ class Siege(Generic[ResultT]):
 async def besiege(
     faults: FaultBench, attack: Callable[[], ResultT], *, canary_s: float = 15.0, victims: Collection[str] = ()
 ) -> Siege[ResultT]:
-    """victims: reasons that canaries may end with; "UNKNOWN" is the library's own refusal, which we do not count.
+    """Run the attack in a thread, with one canary after another beside it; each must complete within canary_s. Then
+    check the eight invariants.
 
-    Run the attack in a thread, with one canary after another beside it; each must be complete within canary_s. Then
-    the eight invariants."""
+    victims: reasons that canaries may end with; "UNKNOWN" is the library's own refusal, which is not counted.
+    """
     gateway = faults.service.children("gateway")[0]
     before, cpu_s, start_s = _rss(gateway), _cpu_s(gateway), time.monotonic()
     over = asyncio.Event()
@@ -83,12 +84,13 @@ async def besiege(
 
 
 def let_pool_threads_be(faults: FaultBench) -> None:
-    """A few more threads than before are nobody's leak."""
+    """Allow a few more threads than before."""
     faults.gateways = [replace(each, thread_room=POOL_THREADS) for each in faults.gateways]
 
 
 async def settle(faults: FaultBench) -> None:
-    """Wait until nothing runs, and take the attacker's calls into the account: who counts them is the gateway alone."""
+    """Wait until nothing runs, then add the attacker's calls, which only the gateway has counted, to the number of
+    calls."""
     await asyncio.to_thread(faults.service.wait_until_idle)
     last, num_alike = -1, 0
     for _ in range(600):
@@ -103,7 +105,7 @@ async def settle(faults: FaultBench) -> None:
 
 
 async def _canaries(faults: FaultBench, over: asyncio.Event) -> list[Call]:
-    """Each over a connection of its own, so that new callers are let in too."""
+    """Each over its own connection, so that new callers must be admitted too."""
     done: list[Call] = []
     while not over.is_set() or not done:
         call = Call(prompt=[3, 1, 4, len(done) % 50], max_tokens=CANARY_TOKENS, seed=len(done))

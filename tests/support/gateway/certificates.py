@@ -19,7 +19,7 @@ class Pair:
     key: Path
 
     def credentials(self, trusted: Path) -> grpc.ChannelCredentials:
-        """Of a client that shows this certificate."""
+        """For a client that presents this certificate."""
         return grpc.ssl_channel_credentials(trusted.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
 
 
@@ -32,7 +32,7 @@ class Authority:
         _openssl("req", "-x509", *_CURVE, "-keyout", self._key, "-out", self.cert, "-days", "2", "-subj", f"/CN={name}")
 
     def sign(self, name: str, *, san: str = "DNS:localhost,IP:127.0.0.1", days: int = 1) -> Pair:
-        """A new pair. san "": none, only a common name. days below 0: it has expired."""
+        """A new pair. san "": none, only a common name. days below 0: already expired."""
         pair = Pair(cert=self.folder / f"{name}.pem", key=self.folder / f"{name}.key")
         request, extra = self.folder / f"{name}.csr", ("-addext", f"subjectAltName={san}") if san else ()
         _openssl("req", *_CURVE, "-keyout", pair.key, "-out", request, "-subj", f"/CN={name}", *extra)

@@ -66,24 +66,24 @@ class FakeRun:
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """int32, as they went out."""
+        """int32, as sent."""
         return np.frombuffer(self.request.prompt_ids, "<i4")
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
-        """As one step message would bring them; none after a cancel, as the pool promises."""
+        """Deliver tokens as one step message would; none after a cancel, as the real pool guarantees."""
         if self.is_cancelled or self.is_over:
             return
         self.num_tokens += len(ids)
         self.sink.on_tokens(ids, logprobs)
 
     def embed(self, values: list[float], **figures: object) -> None:
-        """A vector and the end."""
+        """Deliver a vector and the end."""
         if not self.is_cancelled and not self.is_over:
             cast(EmbeddingSink, self.sink).on_embedding(np.asarray(values, np.float32))
         self.finish(WireFinishReason.LENGTH, **figures)
 
     def finish(self, reason: WireFinishReason = WireFinishReason.LENGTH, **figures: object) -> None:
-        """The terminal call; ignored when there was one."""
+        """The terminal call; ignored if there was one already."""
         if self.is_over:
             return
         self.is_over = True
@@ -109,9 +109,7 @@ class FakeRun:
 @dataclass(eq=False)
 class FakePool:
     """Shaped like gateway.workers.pool.WorkerPool. on_run: called with each new run, to script its output.
-
-    answers_cancels: whether a cancel is followed by Finished(CANCELLED) at once.
-    """
+    answers_cancels: whether a cancel is followed by Finished(CANCELLED) at once."""
 
     views: list[WorkerView] = field(default_factory=lambda: [worker_view()])
     on_run: Callable[[FakeRun], None] | None = None
@@ -134,13 +132,13 @@ class FakePool:
         """Nothing to bind."""
 
     async def close(self) -> None:
-        """Ends what is open, as the real one does."""
+        """End what is open, like the real pool."""
         self.is_closed = True
         for run in self.runs:
             run.lose("DRAINING")
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """As the real one."""
+        """Like the real pool."""
         self._callbacks.append(callback)
 
     def set_views(self, *views: WorkerView) -> None:
@@ -150,26 +148,26 @@ class FakePool:
             callback()
 
     def cards(self) -> dict[str, ModelCard]:
-        """Of ready workers."""
+        """Cards of ready workers."""
         return {view.card.name: view.card for view in self.views if view.state is WorkerState.READY}
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """All."""
+        """All workers."""
         return tuple(self.views)
 
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
-        """The first ready one of the model."""
+        """The first ready worker of the model."""
         for view in self.views:
             if view.card.name == model and view.state is WorkerState.READY:
                 return view
         raise NoWorker(model)
 
     def draw_handles(self, num_outputs: int) -> list[int]:
-        """As the real one."""
+        """Like the real pool."""
         return [next(self._handles) for _ in range(num_outputs)]
 
     def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
-        """Remember a run for each sink, and let the script begin."""
+        """Remember a run for each sink, and start the script."""
         if self.refuse:
             raise self.refuse.pop(0)
         handles = (run.handle, *run.fork_handles)
@@ -180,7 +178,7 @@ class FakePool:
                 self.on_run(each)
 
     def cancel(self, handle: int) -> None:
-        """Counted; answered where answers_cancels."""
+        """Counted, and answered if answers_cancels."""
         self.cancelled.append(handle)
         for run in self.runs:
             if run.handle == handle and not run.is_cancelled:
@@ -189,41 +187,41 @@ class FakePool:
                     run.finish(WireFinishReason.CANCELLED)
 
     def pause(self, handle: int) -> None:
-        """Noted."""
+        """Recorded."""
         self.paces.append(("pause", handle))
 
     def resume(self, handle: int) -> None:
-        """Noted."""
+        """Recorded."""
         self.paces.append(("resume", handle))
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
-        """As the real one: of `prefixes`."""
+        """Like the real pool, from `prefixes`."""
         return self.prefixes.follow(model, salt)
 
     def end_feeds(self) -> None:
-        """As the real one."""
+        """Like the real pool."""
         self.prefixes.end_feeds()
 
     async def query_details(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerDetails]:
-        """The canned ones."""
+        """The prepared details."""
         self.queries.append({"max_cells": max_cells, "max_outputs": max_outputs})
         return self.details
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
     ) -> list[tuple[str, AdminReply]]:
-        """The canned replies."""
+        """The prepared replies."""
         self.queries.append({"audit": audit, "flush": flush, "model": model})
         return self.replies
 
 
 def busy(worker_id: str = "w0") -> WorkerBusy:
-    """What open raises when a worker is full."""
+    """What submit raises if a worker is full."""
     return WorkerBusy(worker_id, "queue full")
 
 
 def gone(worker_id: str = "w0") -> WorkerGone:
-    """What open raises when a worker has just left."""
+    """What submit raises if a worker has just left."""
     return WorkerGone(worker_id)
 
 
@@ -231,7 +229,8 @@ __all__ = ["FakePool", "FakeRun", "busy", "gone", "model_card", "worker_view"]
 
 
 def speaking(*ids: int, end: tuple[WireFinishReason, int | None] = (WireFinishReason.LENGTH, None)) -> FakePool:
-    """A pool whose outputs give these tokens one by one, and end so. end: its reason, and the token that stopped it."""
+    """A pool whose outputs give these tokens one by one and then end. end: the reason, and the token that stopped
+    it."""
 
     def speak(run: FakeRun) -> None:
         for token_id in ids:

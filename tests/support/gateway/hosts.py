@@ -19,12 +19,12 @@ def address(n: int) -> str:
 
 
 def met(served: Any) -> int:
-    """Gateways that have told this one of their use."""
+    """How many gateways have reported their use to this one."""
     return len(served.gateway.control._limits._states)
 
 
 async def begun(served: Any, request_id: str, *, max_tokens: int | None = None) -> Any:
-    """A request of the tenant that its worker has and never answers."""
+    """A request of the tenant that its worker accepted and never answers."""
     num_before = len(served.pool.runs)
     stop = None if max_tokens is None else pb.StopConditions(max_tokens=max_tokens)
     request = pb.GenerateRequest(request_id=request_id, token_ids=IDS, stop=stop)

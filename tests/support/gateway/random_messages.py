@@ -46,13 +46,13 @@ _LIKELY: dict[str, tuple[Any, ...]] = {
 
 
 class RandomMessages:
-    """The same messages for the same seed. edges: the share of values that are taken from the edges of their types."""
+    """The same messages for the same seed. edges: the share of values taken from the limits of their types."""
 
     def __init__(self, seed: int, *, edges: float) -> None:
         self._random, self._edges = Random(seed), edges
 
     def fill(self, message: Message, depth: int = 0) -> Message:
-        """Set some of its fields. Returns it."""
+        """Set some of its fields, and return it."""
         fields, drawn = list(message.DESCRIPTOR.fields), self._random
         share = drawn.choice((0.15, 0.3, 0.6))
         for field in fields:
@@ -98,7 +98,7 @@ class RandomMessages:
                 self.fill(entries[key], depth + 1)
 
     def value_of(self, field: FieldDescriptor) -> Any:
-        """Of a field that is no message."""
+        """A value for a field that is not a message."""
         drawn = self._random
         likely = _LIKELY.get(field.name)
         if likely and not self._is_edge():

@@ -44,7 +44,7 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 async def refused(call: Any) -> Refusal:
-    """Await a call, or read a stream to its end; it has to fail."""
+    """Await a call, or read a stream to its end; it must fail."""
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:
