@@ -57,7 +57,7 @@ class RowSampling:
         return plan.columns
 
     def leave(self, new: NewRequest) -> Mapping[str, float]:
-        """The columns of a row that the whole sampler serves, which needs nothing here."""
+        """The columns of a row that the whole sampler serves: nothing is needed here but its grammar's mask."""
         self._stage_R[new.slot] = Stage.SPECIAL | (Stage.NONE if new.sampling.grammar is None else Stage.GRAMMAR)
         return _NO_SAMPLING
 
