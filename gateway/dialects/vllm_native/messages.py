@@ -87,6 +87,12 @@ def _fill_scores(target: vllm.PromptInfo | vllm.SequenceOutput, scores: Scores) 
         target.ranks.append(chosen_rank)
 
 
+def aborted_early(index: int) -> vllm.GenerateResponse:
+    """The end of an output whose request was aborted before a worker had it."""
+    info = vllm.FinishInfo(finish_reason=vllm.FinishInfo.ABORTED)
+    return vllm.GenerateResponse(outputs=vllm.SequenceOutput(index=index, finish_info=info))
+
+
 def merge(whole: vllm.GenerateResponse, part: vllm.GenerateResponse) -> None:
     """Add what is new to the one response of Generate: lists and counts grow, text goes on."""
     text, num_tokens = whole.outputs.text + part.outputs.text, whole.outputs.num_tokens + part.outputs.num_tokens

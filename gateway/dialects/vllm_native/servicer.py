@@ -6,7 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from octavo.gateway.dialects.unserved import check_request_ids, tell_silent
-from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model_info, reason_of, server_info
+from octavo.gateway.dialects.vllm_native.messages import (
+    Responses,
+    aborted_early,
+    merge,
+    model_info,
+    reason_of,
+    server_info,
+)
 from octavo.gateway.dialects.vllm_native.translate import (
     check_known,
     check_one_output,
@@ -46,7 +53,10 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> vllm.GenerateResponse:
         """One output, whole."""
         check_one_output(request)
-        tracked = await self._submit(request, context)
+        try:
+            tracked = await self._submit(request, context)
+        except RequestAborted:
+            return aborted_early(0)
         with self._tracker.closing(tracked):
             whole = vllm.GenerateResponse()
             async for part in self._responses(tracked, request.response):
@@ -56,7 +66,13 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
 
     async def GenerateStream(self, request: vllm.GenerateRequest, context: Context) -> None:
         """The prompt's figures, what is new, an end for each output."""
-        tracked = await self._submit(request, context)
+        try:
+            tracked = await self._submit(request, context)
+        except RequestAborted:
+            await context.send_initial_metadata(())
+            for index in range(request.sampling.num_sequences or 1):
+                await context.write(aborted_early(index))
+            return
         with self._tracker.closing(tracked):
             await context.send_initial_metadata(())
             async for part in self._responses(tracked, request.response):

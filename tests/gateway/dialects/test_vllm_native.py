@@ -241,6 +241,27 @@ async def test_an_abort_gives_what_came_before_it_and_an_end(serve: Any, streams
     assert answers[-1].outputs.finish_info.finish_reason == INFO.ABORTED
 
 
+@pytest.mark.parametrize("num_outputs", [0, 1, 3])
+async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: Any, num_outputs: int) -> None:
+    """Every output of it."""
+    async with serve() as served:
+        stub, gate = inference(served), asyncio.Event()
+
+        async def hang(*_: Any, **__: Any) -> None:
+            await gate.wait()
+
+        served.gateway.text.run_steps = hang
+        asked = vllm.GenerateRequest(request_id="r1", text="Hello", sampling={"num_sequences": num_outputs})
+        for call in [stub.GenerateStream] + [stub.Generate] * (num_outputs < 2):
+            begun = call(asked)
+            await served.until(lambda: served.gateway.tracker.admission.holds("r1"))
+            await control(served).Abort(vllm.AbortRequest(request_ids=["r1"]))
+            answers = await read(begun) if call is stub.GenerateStream else [await begun]
+            ends = [(each.outputs.index, each.outputs.finish_info.finish_reason) for each in answers]
+            assert ends == [(index, INFO.ABORTED) for index in range(num_outputs or 1)]
+        assert served.pool.runs == []
+
+
 async def test_a_lost_worker_is_a_status(serve: Any) -> None:
     async with serve(FakePool(on_run=lambda run: run.lose())) as served:
         refusal = await refused(inference(served).GenerateStream(request()))
