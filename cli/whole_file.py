@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from octavo.wire.regular_file import blaming
+
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file. Raises OSError; then it is unchanged."""
@@ -34,7 +36,7 @@ def _replacing(path: Path) -> Iterator[TextIO]:
     try:
         fresh.unlink(missing_ok=True)  # of a process that had this id, and was killed
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with blaming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             yield file
         fresh.replace(path)
     except BaseException:

@@ -55,7 +55,11 @@ def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
     public_line = f'public = "{keys.public.decode()}"\n'
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_new(secret_path, _SECRET_HEADER + public_line + f'secret = "{keys.secret.decode()}"\n', mode=0o600)
-    _write_new(public_path, _PUBLIC_HEADER + public_line, mode=0o644)
+    try:
+        _write_new(public_path, _PUBLIC_HEADER + public_line, mode=0o644)
+    except KeyFileError:
+        secret_path.unlink(missing_ok=True)  # one without the other would be in the way of the next try
+        raise
     return secret_path, public_path
 
 
@@ -101,8 +105,12 @@ def _write_new(path: Path, text: str, *, mode: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except OSError as error:
         raise KeyFileError(f"cannot write {path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(text)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError as error:  # a full disk
+        path.unlink(missing_ok=True)
+        raise KeyFileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _read(path: Path) -> tuple[dict[str, object], os.stat_result]:

@@ -3,7 +3,20 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """While a file is written: what the system says of a full disk then does not say which one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def read_regular(path: Path) -> tuple[bytes, os.stat_result]:

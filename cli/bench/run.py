@@ -26,6 +26,7 @@ from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.groups import ClientSettings
 from octavo.client.requests import GenerateFields
 from octavo.v1 import model_pb2
+from octavo.wire.regular_file import blaming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,9 @@ def _write(asked: Bench, settings: ClientSettings, model: str, runs: list[Figure
             "num_prompts": asked.num_prompts,
             "runs": runs,
         }
-        asked.save.write_text(json.dumps(content, indent=1) + "\n")
+        with blaming(asked.save):
+            asked.save.write_text(json.dumps(content, indent=1) + "\n")
     if asked.picture is not None:
         latencies = latencies_ms([each for each in measured.outcomes if not each.error])
-        asked.picture.write_text(picture(f"octavo bench: {model} at {target}", runs, latencies))
+        with blaming(asked.picture):
+            asked.picture.write_text(picture(f"octavo bench: {model} at {target}", runs, latencies))

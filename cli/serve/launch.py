@@ -24,6 +24,7 @@ from octavo.cli.settings.model_names import name_of_model
 from octavo.cli.settings.setting import DEBUG_VARIABLE, ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
 from octavo.wire.host import usable_cores
+from octavo.wire.regular_file import blaming
 from octavo.wire.run_dir import (
     RunDirError,
     check_room_for_sockets,
@@ -306,7 +307,7 @@ def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None
 def write_settings(values: Mapping[str, Any], path: Path) -> Path:
     """Settings as a file that only we can read; None is left out."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+    with blaming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None)
     return path
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.whole_file import write_durably, write_whole
+from tests.support.full_disk import nothing_can_be_written
 
 both = pytest.mark.parametrize("write", [write_whole, write_durably])
 
@@ -50,3 +51,10 @@ def test_a_folder_that_is_not_there_is_an_error_that_stays_the_same(tmp_path: Pa
             write_whole(tmp_path / "gone" / "peers", "text")
         said.add(str(raised.value))
     assert len(said) == 1  # who tells a failure once knows it again
+
+
+@both
+def test_a_full_disk_is_told_with_the_file(write: Callable[[Path, str], None], tmp_path: Path) -> None:
+    with nothing_can_be_written(), pytest.raises(OSError, match="file"):
+        write(tmp_path / "file", "x")
+    assert list(tmp_path.iterdir()) == []

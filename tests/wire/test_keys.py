@@ -14,6 +14,7 @@ from octavo.wire.keys import (
     load_public_key,
     save_keys,
 )
+from tests.support.full_disk import nothing_can_be_written
 
 
 def test_keys_come_back_from_their_files(tmp_path: Path) -> None:
@@ -113,3 +114,10 @@ def test_a_pipe_a_folder_and_what_is_nested_too_deeply_are_refused_at_once(tmp_p
         for load in (load_keys, load_public_key):
             with pytest.raises(KeyFileError, match=words):
                 load(path)
+
+
+def test_keys_that_a_full_disk_does_not_take_are_named_and_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    with nothing_can_be_written(), pytest.raises(KeyFileError, match=r"cannot write .*/a\.key: "):
+        save_keys(generate_keys(), tmp_path, "a")
+    assert list(tmp_path.iterdir()) == []
+    save_keys(generate_keys(), tmp_path, "a")

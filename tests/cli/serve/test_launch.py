@@ -21,6 +21,7 @@ from octavo.cli.serve.launch import (
 from octavo.cli.serve.parent import PARENT_VARIABLE
 from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.resolve import resolve
+from tests.support.full_disk import nothing_can_be_written
 
 RUN = Path("/run/o")
 
@@ -174,6 +175,11 @@ def test_the_file_of_settings_is_for_its_owner_only(tmp_path: Path) -> None:
     file = write_settings({"registration_token": "word", "absent": None, "model": ["a"]}, tmp_path / "x.toml")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert tomllib.loads(file.read_text()) == {"registration_token": "word", "model": ["a"]}
+
+
+def test_a_full_disk_is_told_with_the_file_of_settings(tmp_path: Path) -> None:
+    with nothing_can_be_written(), pytest.raises(OSError, match=r"worker-0\.toml"):
+        write_settings({"run_dir": "x"}, tmp_path / "worker-0.toml")
 
 
 def test_the_file_of_settings_takes_any_character(tmp_path: Path) -> None:
