@@ -171,3 +171,18 @@ def test_who_was_cancelled_during_a_failed_step_stays_cancelled() -> None:
     world.run()
     assert world.reasons() == {1: "CANCELLED"}
     world.check_quiet()
+
+
+def test_a_prompt_that_a_failed_step_should_have_computed_for_outputs_that_are_gone_is_not_found() -> None:
+    faults = OracleFaults(collect_errors={1: RunnerError("broken")})
+    world = World(WorldConfig(faults=faults))
+    world.add(1, [3, 4, 5, 6, 7], num_outputs=2)
+    world.launch()
+    world.cancel(1)
+    world.cancel(1001)
+    world.collect()
+    assert world.blocks.num_indexed == 0
+    world.add(2, [3, 4, 5, 6, 7])
+    world.run()
+    world.check_complete()
+    world.check_quiet()

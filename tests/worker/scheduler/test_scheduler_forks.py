@@ -57,6 +57,16 @@ def test_more_outputs_than_may_run_run_one_after_the_other(prefix_cache: PrefixC
         assert world.scheduler.counters.num_prefill_tokens < 2 * len(PROMPT)
 
 
+def test_outputs_fork_only_as_far_as_there_is_a_block_for_each_to_write_to() -> None:
+    """Else they would be preempted as soon as they write."""
+    world = World(WorldConfig(num_blocks=7, block_size=2, max_num_seqs=6))
+    world.add(1, PROMPT, num_outputs=6, max_tokens=2)
+    assert world.step_seen() == Seen(joins=(1, 1001, 2001), prefill=((1, 0, 5),), samples=(1,))
+    world.run()
+    world.check_complete()
+    assert world.scheduler.counters.num_preemptions == 0
+
+
 def test_an_output_that_is_cancelled_leaves_the_others() -> None:
     world = World(WorldConfig())
     world.add(1, PROMPT, num_outputs=4)

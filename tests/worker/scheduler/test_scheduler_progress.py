@@ -119,6 +119,25 @@ def test_a_request_whose_prefix_is_computed_while_it_waits_waits_no_longer_for_r
     world.check_complete()
 
 
+def test_those_who_run_keep_a_block_each_to_grow_by_when_another_comes_in() -> None:
+    """As far as a fiftieth of the pool goes: the newcomer would soon be preempted."""
+    world = World(WorldConfig(num_blocks=100, block_size=8, max_batch_tokens=900, max_model_len=900))
+    for handle in (1, 2):
+        world.add(handle, [3, 4, handle], max_tokens=20)
+    world.step()
+    world.add(3, [5] * 97 * 8, max_tokens=2)  # of the 98 blocks that are free
+    seen = world.step_seen()
+    assert seen is not None
+    assert seen.joins == ()
+    world.cancel(3)
+    world.add(4, [5] * 96 * 8, max_tokens=2)
+    seen = world.step_seen()
+    assert seen is not None
+    assert seen.joins == (4,)
+    world.run()
+    world.check_complete()
+
+
 def test_no_step_is_left_out_where_room_is_guessed_from_what_is_cached() -> None:
     """Blocks that are cached are room, or a hit: not both. Nothing else runs, so that the engine would go to sleep."""
     world = World(WorldConfig(num_blocks=12, block_size=2, max_batch_tokens=64))
