@@ -186,3 +186,44 @@ def test_a_prompt_that_a_failed_step_should_have_computed_for_outputs_that_are_g
     world.run()
     world.check_complete()
     world.check_quiet()
+
+
+def test_what_a_failed_copy_has_lost_counts_as_computed_no_more() -> None:
+    """The request comes back without, and leaves again before it is where it was."""
+    errors: dict[int, RunnerError] = {}
+    faults = OracleFaults(collect_errors=errors)
+    world = World(WorldConfig(num_host_blocks=16, max_num_seqs=1, max_batch_tokens=4, faults=faults))
+    world.add(1, list(range(3, 11)), max_tokens=9)
+    for _ in range(3):
+        world.step()
+    world.scheduler.requests.preempt(world.scheduler.requests.in_slot(0), world.now_s)
+    world.add(2, [30, 31], priority=1)
+    errors[len(world.trace) + 1] = RunnerError("broken")
+    assert world.launch() is not None
+    assert len(world.plans[0].copies_out_C2) == 5
+    world.collect()
+    assert world.step() is not None
+    world.cancel(1)
+    assert world.blocks.num_indexed == 0  # four tokens of ten are there, and nothing has verified them
+    world.add(3, list(range(3, 13)), max_tokens=2)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert world.reasons() == {1: "CANCELLED", 2: "ENGINE_ERROR", 3: "LENGTH"}
+
+
+def test_a_fork_that_had_its_first_token_outlives_a_failed_step_of_the_first_output() -> None:
+    errors: dict[int, RunnerError] = {}
+    world = World(WorldConfig(faults=OracleFaults(collect_errors=errors)))
+    world.add(1, [3, 4, 5, 6, 7], num_outputs=2, max_tokens=9)
+    world.step()
+    world.pause(1001)
+    world.step()
+    errors[len(world.trace) + 1] = RunnerError("broken")
+    world.step()
+    assert world.reasons() == {1: "ENGINE_ERROR"}
+    world.resume(1001)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert world.reasons() == {1: "ENGINE_ERROR", 1001: "LENGTH"}
