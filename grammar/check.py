@@ -16,6 +16,7 @@ _LIMIT_WORDS = (
     "too complex",
     "too deeply",
     "limit exceeded",
+    "exceed the maximum",
     "fuel",
     "recursion limit",
     "unable to",

@@ -176,6 +176,13 @@ def test_more_than_the_library_takes_is_a_limit() -> None:
     assert refusal_of(GrammarKind.EBNF, "root ::= " + "(" * 60 + '"a"' + ")?" * 60) is Refusal.LIMIT
 
 
+def test_patterns_nested_deeper_than_the_library_reads_are_a_limit_too() -> None:
+    deep = "(" * 260 + "a" + ")" * 260
+    assert refusal_of(GrammarKind.REGEX, deep) is Refusal.LIMIT
+    assert refusal_of(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": deep})) is Refusal.LIMIT
+    assert refusal_of(GrammarKind.JSON_SCHEMA, json.dumps({"not": {"const": "a" * 300}})) is Refusal.LIMIT
+
+
 HOSTILE = {
     "rules within rules": 'root ::= a0 root | "z"\n'
     + "\n".join(f'a{n} ::= "x" a{n + 1} | [a-z]' for n in range(2000))
