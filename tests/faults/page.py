@@ -1,6 +1,7 @@
 """docs/reliability.md from the matrix and the figures: `python -m tests.faults.page`."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,20 @@ INTRODUCTION = """# Reliability
 What callers see when something goes wrong, and the tests that show it. Made by `python -m tests.faults.page` from
 `tests/faults/matrix.py` and `docs/reliability.json`; a test compares.
 
-After every row on a running service eight things are checked: blocks balance, nothing hangs, bystanders have every byte
-that they would have had, victims a beginning of it and one end, descriptors, threads and memory are back, metrics
-reconcile with the calls that were made, a canary is served within two seconds, and the gateway lived, without a
-traceback or an UNKNOWN. The oracle runner makes a leaked, doubly used or stale block visible in the bytes.
-That nobody has another byte holds for it, and for models exactly with `--deterministic`; without it the rounding of a
+Each row is a fault. The request that it hits is the victim, all others are bystanders. Most rows run on the *oracle*, a
+stand-in for the model that reads its tokens back out of the blocks: one that is leaked, used twice or out of date shows
+in the bytes that callers get. After every row on a running service eight things are checked:
+
+* the blocks of the cache add up;
+* nothing hangs;
+* bystanders have every byte that they would have had, victims a beginning of it and one end;
+* descriptors, threads and memory are back;
+* the metrics fit the calls that were made;
+* a small request that is sent then (the canary) is served within two seconds;
+* the gateway lived;
+* nobody saw a traceback, or the status UNKNOWN.
+
+That nobody has another byte holds for the oracle, and for models with `--deterministic`. Without it the rounding of a
 moved or preempted output may turn a near tie, and what follows is a continuation of what was delivered.
 
 `make test` runs all rows but the proofs of minutes, which `make faults-long` runs.
@@ -80,12 +90,9 @@ def _shown(value: object) -> str:
 
 
 def _where(figures: dict[str, Any]) -> str:
-    runs = sorted({(each["date"], each["commit"], each["machine"]) for each in figures.values()})
-    listed = "; ".join(
-        f"{date}, {f'commit {commit}' if commit else 'a commit that was rewritten since'}, {machine}"
-        for date, commit, machine in runs
-    )
-    return f"Figures: {listed}.\n"
+    runs = Counter((each["date"], each["machine"]) for each in figures.values())
+    listed = "; ".join(f"{count} on {date} ({machine})" for (date, machine), count in sorted(runs.items()))
+    return f"Figures were seen by test runs: {listed}. [reliability.json](reliability.json) has the commit of each.\n"
 
 
 if __name__ == "__main__":
