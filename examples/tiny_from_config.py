@@ -12,20 +12,32 @@ import torch
 
 from octavo.model import BACKENDS, CausalLM, ModelConfig, generate, get_backend
 from octavo.model.attention.paged import paged_generate
+from octavo.model.errors import ConfigError
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=6, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads; must divide --heads")
-    parser.add_argument("--head-dim", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=20, help="new tokens for each prompt")
+    parser.add_argument("--heads", type=_count, default=6, help="query heads")
+    parser.add_argument("--kv-heads", type=_count, default=2, help="key and value heads; must divide --heads")
+    parser.add_argument("--head-dim", type=_count, default=16, help="an even number")
+    parser.add_argument("--layers", type=_count, default=2)
+    parser.add_argument("--vocab", type=_count, default=512)
+    parser.add_argument("--prompts", type=_count, default=3)
+    parser.add_argument("--tokens", type=_count, default=20, help="new tokens for each prompt")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    try:
+        tiny_config(flags)
+    except ConfigError as error:
+        parser.error(str(error))
+    return flags
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or not 1 <= int(word) < 10**6:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number from 1 to 999,999")
+    return int(word)
 
 
 def tiny_config(flags: argparse.Namespace) -> ModelConfig:
