@@ -1,4 +1,4 @@
-"""Some dozens of seeds, twice each, and every reproduction that was ever kept. The many run by `make sim`."""
+"""Some seeds, and twice one of six and every reproduction that was ever kept. The many run by `make sim`."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,14 +8,16 @@ import pytest
 from sim.scenario import FaultKind, load
 from sim.shrink import simulate_twice
 from sim.swarm import scenario_of
+from sim.world import simulate
 
 SEEDS = range(100_000, 100_018)
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 
 
 @pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 6))
-def test_every_seed_ends_balances_and_repeats(first: int) -> None:
-    reports = [simulate_twice(scenario_of(seed, num_requests=40)) for seed in range(first, first + 6)]
+def test_every_seed_ends_and_balances_and_one_of_six_repeats(first: int) -> None:
+    scenarios = [scenario_of(seed, num_requests=40) for seed in range(first, first + 6)]
+    reports = [simulate_twice(scenarios[0]), *map(simulate, scenarios[1:])]
     assert {report.seed: report.violations for report in reports if report.violations} == {}
     assert sum(report.outcomes["OK"] for report in reports) > 50
 

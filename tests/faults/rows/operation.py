@@ -41,7 +41,7 @@ ROWS: dict[int, Row] = {
         "tests/soak/test_soak_run.py::test_row_60_a_short_soak_under_random_faults_violates_nothing",
         "tests/soak/test_soak_run.py::test_violations_that_are_planted_are_told",
         "tests/bench/worker/test_soak.py::test_a_soak_ends_with_everything_answered_and_says_what_it_saw",
-        "tests/sim/test_seeds.py::test_every_seed_ends_balances_and_repeats",
+        "tests/sim/test_seeds.py::test_every_seed_ends_and_balances_and_one_of_six_repeats",
         figures=("60", "60 leak"),
         awaits="60",
     ),

@@ -67,7 +67,7 @@ ROWS: dict[int, Row] = {
     ),
     26: row(
         "messages that repeat or are lost on the way to blocks",
-        "tests/sim/test_seeds.py::test_every_seed_ends_balances_and_repeats",
+        "tests/sim/test_seeds.py::test_every_seed_ends_and_balances_and_one_of_six_repeats",
         MANAGER + "a_second_release_and_a_strangers_do_nothing",
         "tests/worker/scheduler/test_scheduler_refusals.py::test_a_key_in_use_is_ignored_and_counted",
     ),
