@@ -39,13 +39,14 @@ serve: install ## serve the embedded model until Ctrl-C
 check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
 
-# First what only computes, a process a core; then what starts services or looks at the time, two files a core, for they wait
-# more than they compute: others may be asked for by ALONE_JOBS=2. The longest files go first (tests/conftest.py). With RERUNS=1, as in CI, a
-# test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of seconds is no
-# reason to run half an hour again, but each name there is to be looked into.
+# First what mostly computes, in one process more than there are cores, for some wait; then what starts services or looks at
+# the time, two files a core, for they wait more than they compute: others may be asked for by ALONE_JOBS=2. The longest
+# files go first (tests/conftest.py). With RERUNS=1, as in CI, a test that fails is run once more, and the closing lines name
+# it: on a machine that others use, one stall of seconds is no reason to run half an hour again, but each name there is to be
+# looked into.
 CORES := $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)'
-CPU_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 8 ? n : 8)))
-ALONE_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 2 ? 2 : n < 4 ? 2 * n : 8)))
+CPU_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 8 ? n + 1 : 8)))
+ALONE_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 4 ? 2 * n : 8)))
 RERUNS ?= 0
 RERUN := --reruns $(RERUNS) -rR
 SPREAD := --dist loadfile --no-loadscope-reorder
@@ -65,15 +66,16 @@ coverage: dev ## how much of the code the tests pass through, by file in out/cov
 
 # What computes on the CPU, as lesser CPUs do it: OCTAVO_CPU_ISA hides instructions from our kernels and from torch. All
 # tests of the model are in, but for files that the one run in `make test` says everything of: those that go through the
-# classes of CPUs themselves, compute nothing, or count which numbers are drawn
+# classes of CPUs themselves, compute nothing, compose ranks of what others compute, or count which numbers are drawn
 # (tests/structure/test_isa_tests.py). A service has to start and to answer.
 ISAS ?= avx2 vnni
 ISA_TESTS := tests/model tests/bench/cpu tests/worker/loading/test_weight_format.py tests/worker/loading/test_deterministic_loading.py \
 	tests/worker/runners/test_runner_memory.py tests/cli/tools/test_doctor_cpu.py tests/cli/tools/test_doctor_deterministic.py \
 	tests/cli/tools/test_check_numerics.py \
 	tests/cli/serve/test_serve.py::test_generate_gives_the_same_text_streamed_whole_and_by_ids
-NO_ISA := --ignore tests/model/cpu/test_isa.py --ignore tests/model/test_ranks_end.py \
-	--ignore tests/model/sampling/test_sampler_frequencies.py --ignore tests/model/kernels --ignore tests/model/gpu
+NO_ISA := --ignore tests/model/checkpoint --ignore tests/model/cpu/test_isa.py --ignore tests/model/cpu/test_native.py \
+	--ignore tests/model/cpu/test_team.py --ignore tests/model/test_parallel.py --ignore tests/model/test_parallel_packed.py \
+	--ignore tests/model/test_ranks_end.py --ignore tests/model/sampling/test_sampler_frequencies.py --ignore tests/model/kernels --ignore tests/model/gpu
 test-isa: dev ## the tests that depend on the kind of CPU, with instructions hidden, ISAS="avx2 vnni", in a few minutes
 	@for isa in $(ISAS); do \
 		$(BIN)/python -c 'import sys; from octavo.model.cpu.isa import Isa, machine_isa; \

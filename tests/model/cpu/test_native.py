@@ -44,8 +44,9 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(forgotten: Path) -> No
 
 
 @pytest.mark.skipif(native.shutil.which("cc") is None, reason="no C compiler here")
-def test_it_is_compiled_once(forgotten: Path) -> None:
+def test_it_is_compiled_once_and_not_missing_then(forgotten: Path) -> None:
     assert native.native_library() is not None
+    assert native.why_missing() is None
     (file,) = forgotten.iterdir()
     before = file.stat().st_mtime_ns
     native.native_library.cache_clear()
@@ -62,11 +63,6 @@ def test_a_file_that_is_not_whole_is_compiled_again(forgotten: Path) -> None:
     torn.write_bytes(b"\x7fELF" + bytes(60))
     assert native.native_library() is not None
     assert torn.stat().st_size > 64
-
-
-@pytest.mark.skipif(native.shutil.which("cc") is None, reason="no C compiler here")
-def test_where_there_are_kernels_none_are_missing(forgotten: Path) -> None:
-    assert native.why_missing() is None
 
 
 def test_switched_off_they_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
