@@ -142,7 +142,8 @@ def test_mixed_batches_of_32_chunks_and_decodes_give_the_same_logits(thin_pair: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_greedy_tokens_are_the_same_for_64_tokens_on_50_prompts(thin_pair: Pair, backend: str) -> None:
-    prompts = random_ids([3 + s % 30 for s in range(50)], seed=4)
+    # Ten by the backend that goes through tokens one by one, of lengths as different.
+    prompts = random_ids([3 + s % 30 for s in range(0, 50, 5 if backend == "reference" else 1)], seed=4)
     outputs = paged_generate(thin_pair.ours, get_backend(backend), prompts, max_new_tokens=64)
     # By induction: given our tokens so far, transformers finds our next one most likely.
     logits = thin_pair.their_logits([prompt + output for prompt, output in zip(prompts, outputs, strict=True)])
