@@ -17,8 +17,9 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 def write_line(stream: TextIO, line: str) -> None:
-    """Write at once. Never raises: lines that a full disk or a closed pipe does not take are lost."""
-    with suppress(OSError, ValueError):
+    """At once. Never raises: what a full disk or a reader that went away does not take is lost, and ends no process; so
+    is the line of a signal's handler in the middle of another one, for which Python has a RuntimeError."""
+    with suppress(OSError, ValueError, RuntimeError):
         stream.write(line + "\n")
         stream.flush()
 

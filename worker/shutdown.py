@@ -74,12 +74,12 @@ class Shutdown:
         if self._engine is None or self._wake is None:
             sys.exit(EXIT_OK)  # still loading: there is no request yet
         if self._num_signals == 1:
-            log.info("draining", signal=signal.Signals(number).name, grace_s=self._grace_s)
             self._engine.request_drain(self._grace_s)
             self._wake()
+            log.info("draining", signal=signal.Signals(number).name, grace_s=self._grace_s)
         else:
-            log.info("stopping", signal=signal.Signals(number).name)
             self._stop()
+            log.info("stopping", signal=signal.Signals(number).name)
 
     def _stop(self) -> None:
         if self._engine is not None and self._wake is not None:

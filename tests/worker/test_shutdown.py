@@ -135,3 +135,41 @@ def is_idle(pid: int) -> bool:
     time.sleep(2.0)
     after = process.cpu_times()
     return sum(after[:2]) - sum(before[:2]) < 0.05
+
+
+LOGGING = """import sys
+import structlog
+from octavo.worker import shutdown
+from octavo.wire.logs import configure_logs
+
+class Engine:
+    drains = False
+    def request_drain(self, grace_s): self.drains = True
+    def request_stop(self): pass
+
+configure_logs("json", "info")
+shutdown.END_S = 60.0
+own, engine = shutdown.Shutdown(grace_s=60.0), Engine()
+own.install()
+own.attach(engine, lambda: None)
+print("up", flush=True)
+while not engine.drains:
+    structlog.get_logger().info("line", text="x" * 1000)
+sys.exit(7)
+"""
+
+
+def test_one_that_waits_for_the_reader_of_its_log_is_asked_all_the_same(tmp_path: Path) -> None:
+    """The handler runs in the middle of a write, and has a line of its own to write."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-c", LOGGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        wait_for(lambda: is_idle(process.pid))  # the pipe is full
+        process.send_signal(signal.SIGTERM)
+        time.sleep(SETTLE_S)
+        _, log = process.communicate(timeout=PATIENCE_S)  # reads on
+    assert process.returncode == 7, log[-2000:]
+    assert "Traceback" not in log

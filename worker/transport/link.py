@@ -158,7 +158,7 @@ class WorkerLink:
         self._gateways: dict[GatewayIndex, _Gateway] = {}  # replaced, never changed: other threads look at it
         self._wanted = endpoints
         self._lost: list[GatewayIndex] = []  # noticed while sending; reported by the next drain
-        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_descriptor: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._change(endpoints, [])
 
     @property
@@ -196,12 +196,14 @@ class WorkerLink:
             return
         if any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways.values()):
             timeout_s = min(timeout_s, 0.05)
-        if self._wake_descriptor in dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000))):
-            os.eventfd_read(self._wake_descriptor)
+        descriptor = self._wake_descriptor
+        if descriptor in dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000))) and descriptor is not None:
+            os.eventfd_read(descriptor)
 
     def wake(self) -> None:
-        """End a ``wait`` now. From any thread or signal handler."""
-        os.eventfd_write(self._wake_descriptor, 1)
+        """End a ``wait`` now. From any thread or signal handler, also of one that comes after ``close``."""
+        if self._wake_descriptor is not None:
+            os.eventfd_write(self._wake_descriptor, 1)
 
     # ------------------------------------------------------------ Outbox
 
@@ -232,8 +234,10 @@ class WorkerLink:
             return
         for gateway in self._gateways.values():
             gateway.socket.close()
+        descriptor, self._wake_descriptor = self._wake_descriptor, None
         self._context.term()
-        os.close(self._wake_descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
     # ------------------------------------------------------------ parts
 

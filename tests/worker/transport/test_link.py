@@ -343,6 +343,12 @@ def test_the_last_word_goes_out_before_the_sockets_close(joined: Bench) -> None:
     assert joined.gateways[0].receive() == Leaving(epoch=EPOCH, reason="DRAINED")
 
 
+def test_a_signal_that_comes_when_all_is_closed_wakes_nobody_and_is_no_error(joined: Bench) -> None:
+    """The second of two by which a supervisor ends a worker: its handler runs until the process has gone."""
+    joined.link.close()
+    joined.link.wake()
+
+
 def test_gateways_come_and_go_while_it_serves(bench: Bench) -> None:
     """By the list that another thread tells; a place in the list is used again, and nothing is told to a former one."""
     bench.register_at(bench.gateways[0])
