@@ -185,10 +185,31 @@ def test_a_gateway_that_looks_is_told_of_the_second_tier() -> None:
 
 def test_looks_at_an_idle_engine_cause_no_audits() -> None:
     rig = Rig(WorldConfig(model=MODEL))
-    rig.engine._is_audit_due = False
+    rig.engine._checks.is_audit_due = False
     rig.inbox.put(AdminQuery(query_id=5, max_cells=8))
     rig.engine.step()
-    assert not rig.engine._is_audit_due
+    assert not rig.engine._checks.is_audit_due
+
+
+def test_audits_take_an_idle_engine_a_fiftieth_of_its_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(WorldConfig(model=MODEL), audit_every_steps=1000)
+    audit, audited_s = rig.blocks.audit, list[float]()
+
+    def slow() -> object:
+        rig.now_s += 1.0
+        audited_s.append(rig.now_s)
+        return audit()
+
+    monkeypatch.setattr(rig.blocks, "audit", slow)
+    seen = list[int]()
+    for num_requests, idle_s in ((1, 0.3), (1, 0.3), (0, 45.0), (0, 5.0)):
+        for _ in range(num_requests):
+            rig.inbox.put(run_message(1, [3, 4], max_tokens=1))
+        rig.steps(3)
+        rig.now_s += idle_s
+        rig.engine.step()
+        seen.append(len(audited_s))
+    assert seen == [1, 1, 1, 2]
 
 
 def test_stored_blocks_are_told_to_every_gateway() -> None:
@@ -218,6 +239,19 @@ def test_a_gateway_that_joins_late_hears_the_whole_cache_a_part_a_step(monkeypat
     events = [event for message in late for event in message.events]
     assert [events[0].kind, *events[1:]] == [KvEventKind.CLEARED, *early]
     assert len(early) == 3
+
+
+def test_a_gateway_that_is_lost_hears_no_more_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_PART_BLOCKS", 1)
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
+    rig.steps()
+    rig.inbox.put(GatewayJoined(), gateway=1)
+    rig.engine.step()
+    rig.inbox.put(GatewayLost(), gateway=1)
+    rig.engine.step()
+    assert not rig.engine.has_kv_events
+    assert sum(len(told.events) for to, told in rig.outbox.sent if to == 1 and isinstance(told, KvEvents)) == 2
 
 
 def test_an_idle_engine_tells_its_cache_without_resting(monkeypatch: pytest.MonkeyPatch) -> None:
