@@ -44,7 +44,7 @@ SYSTEM = "You are a printer of old books who answers in one or two sentences, an
 QUESTIONS = ("What is a folio?", "Who made the first press?", "Tell me about paper.", "Name three colours of ink.")
 FEW_BYTES = 20_000  # that a reader takes before it stops
 READS_ON_AFTER_S = 2.0
-LONGEST_S = 90.0  # that a busy machine may take until all that must happen has happened
+LONGEST_S = 240.0  # that a busy machine may take until all that must happen has happened
 MUST_HAPPEN = (
     *(f"sum ({name}) > 0" for name in (
         "octavo_num_preemptions_total", "octavo_kv_copied_blocks_total", "octavo_request_pauses_total",
