@@ -1,16 +1,16 @@
-"""What steps and copies cost, by what was measured, and what follows from it. Pure; knows no requests, reads no clock.
+"""Measured costs of steps and copies, and decisions based on them. Pure; knows no requests, reads no clock.
 
-What is sooner, to bring blocks back from the host, or to compute their tokens again (`CopyCosts`):
+Which is faster, copying blocks back from the host or computing their tokens again (`CopyCosts`):
 
-    copying n blocks     max(n · seconds a block, plans that they take · seconds a step, where others run)
-    computing n blocks   n · block size · seconds a token
+    copying n blocks     max(n · seconds per block, plans needed · seconds per step if other requests run)
+    computing n blocks   n · block size · seconds per token
 
-How many prompt tokens a step may take beside outputs that are being read (`StepPace`):
+How many prompt tokens a step may take if outputs decode in it, too (`StepPace`):
 
     seconds of a step    seconds without prompts + b · tokens + c · sum over tokens of what each attends to
 
-Rates are kept as sums that fade, so that large steps count for more than small ones. Where nothing has been measured,
-copying is taken to be free, and a step may take all that fits.
+Rates are kept as exponentially decaying sums, so that large steps count for more than small ones. As long as nothing
+has been measured, copying is assumed to be free, and a step may take all that fits.
 """
 
 import math
@@ -21,19 +21,19 @@ import numpy as np
 
 from octavo.worker.scheduler.plan import Chunk
 
-_FADE = 0.9  # of what was measured before, with each new measurement
-_LONG_FADE = 0.998  # of what tells tokens from what they attend to: hundreds of steps may lie between two long prompts
-_NUM_SEEN = 9  # steps without prompts, of which the middle one counts
-_MIN_PREFILL_TOKENS = 32  # below, a step's time says little about a token's
+_FADE = 0.9  # weight that earlier measurements keep with each new one
+_LONG_FADE = 0.998  # the same for StepPace's rates: hundreds of steps may lie between two long prompts
+_NUM_SEEN = 9  # steps without prompts whose median is used
+_MIN_PREFILL_TOKENS = 32  # with fewer, a step's time says little about a token's
 GAP_PER_WAIT = 1.0  # a step may take as long as the next prompt has waited
-FULL_STEPS = 1.25  # but no longer than so many full steps of prompts' beginnings
-MOST_SURPRISE = 8.0  # times what prompts should have added to a step: where it took longer, the process stood still
+FULL_STEPS = 1.25  # but no longer than this many full steps of prompts' first tokens
+MOST_SURPRISE = 8.0  # times the time that prompts should have added to a step: if it took longer, the process stalled
 LEAST_PROMPT_TOKENS = 32
-"""That a step takes of prompts however slow it is, so that they get on."""
+"""Prompt tokens that a step takes however slow it is, so that prompts make progress."""
 
 
 class FadingRate:
-    """Seconds for one of something. initial: before anything was measured; None: unknown."""
+    """Seconds per item. initial: the rate before anything has been measured; None: unknown."""
 
     def __init__(self, initial: float | None = None) -> None:
         self._initial = initial
@@ -41,19 +41,19 @@ class FadingRate:
 
     @property
     def seconds(self) -> float | None:
-        """None where it is not known."""
+        """Seconds per item; None if unknown."""
         return self._seconds / self._count if self._count else self._initial
 
     def add(self, count: int, seconds: float) -> None:
-        """So many took so long."""
+        """Note that count items took this long. Ignored unless both are positive."""
         if count > 0 and seconds > 0:
             self._count = _FADE * self._count + count
             self._seconds = _FADE * self._seconds + seconds
 
 
 class CopyCosts:
-    """block_size: tokens. max_copies_in: blocks that one plan brings back. copy_s: seconds a block one way, as measured
-    at the start; None: unknown."""
+    """block_size: tokens. max_copies_in: blocks that one plan can bring back. copy_s: seconds per block one way, as
+    measured at the start; None: unknown."""
 
     def __init__(self, *, block_size: int, max_copies_in: int, copy_s: float | None = None) -> None:
         self._block_size = block_size
@@ -63,15 +63,15 @@ class CopyCosts:
         self.step = FadingRate()
 
     def note_step(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
-        """A step with so many tokens took so long."""
+        """Note that a step with these numbers of tokens took this long."""
         if num_prefill_tokens >= _MIN_PREFILL_TOKENS:
             self.prefill.add(num_prefill_tokens, seconds)
         elif num_decode_tokens and not num_prefill_tokens:
             self.step.add(1, seconds)
 
     def num_to_use(self, is_on_host_N: np.ndarray, *, num_others: int) -> int:
-        """How many of a prompt's N cached blocks, some of them on the host (bool), to use, so that all N are there
-        soonest; the rest is computed. num_others: requests whose steps the copies have to share."""
+        """How many of a prompt's N cached blocks to use so that all N are ready soonest; the rest are computed.
+        is_on_host_N: bool. num_others: other requests in the steps that the copies take."""
         token_s = self.prefill.seconds
         if token_s is None or not len(is_on_host_N):
             return len(is_on_host_N)
@@ -81,10 +81,10 @@ class CopyCosts:
         copying_K = np.maximum(num_copies_K * (self.copy.seconds or 0.0), num_plans_K * step_s)
         computing_K = np.arange(len(is_on_host_N), -1, -1) * self._block_size * token_s
         cost_K = copying_K + computing_K
-        return len(cost_K) - 1 - int(np.argmin(cost_K[::-1]))  # of equals the one that computes least
+        return len(cost_K) - 1 - int(np.argmin(cost_K[::-1]))  # of equal costs, the one that computes least
 
     def is_swap_cheaper(self, *, num_blocks: int, num_tokens: int) -> bool:
-        """Whether carrying a request out and back costs less than computing it again."""
+        """Whether copying a request out and back costs no more than computing it again; True if that is unknown."""
         token_s = self.prefill.seconds
         return token_s is None or 2 * num_blocks * (self.copy.seconds or 0.0) <= num_tokens * token_s
 
@@ -98,8 +98,8 @@ class Allowance:
         self.is_spent = False
 
     def take(self, start: int, wanted: int) -> int:
-        """How many of the next tokens of a prompt, from position start on, the step takes: at least one. Fewer than are
-        wanted: nothing more."""
+        """How many of a prompt's tokens, from position start on, the step takes: at least one. If fewer than wanted,
+        the allowance is spent."""
         fitting = self._fitting(start)
         if fitting < wanted:
             self.is_spent = True
@@ -114,7 +114,7 @@ class Allowance:
         return num * self._token_s + _attended(start, num) * self._attended_s
 
     def _fitting(self, start: int) -> float:
-        """The largest n whose cost is within the seconds left: half · n² + linear · n = seconds."""
+        """The largest n whose cost is within the remaining seconds: half · n² + linear · n = seconds."""
         if not 0 < self._seconds < math.inf:
             return max(0.0, self._seconds)
         half, linear = self._attended_s / 2, self._token_s + start * self._attended_s
@@ -127,26 +127,27 @@ def _attended(start: int, num: int) -> float:
 
 
 def _round_size(num: float) -> int:
-    """Down to a power of two or one and a half of it: recorded steps have such sizes, and are filled up to them."""
+    """Round down to 2^k or 1.5 · 2^k: recorded steps have these sizes, and others are padded to them."""
     power = 1 << max(0, int(num).bit_length() - 1)
     return power + power // 2 if num >= power + power // 2 else power
 
 
 class StepPace:
-    """Learns what prompt tokens add to a step, and bounds them where outputs decode in it: their next tokens wait for
-    the whole step.
+    """Learns how much time prompt tokens add to a step, and limits them if outputs decode in it: the next tokens of
+    these wait for the whole step. There is no limit before a step with prompts has been seen.
 
-    max_gap_s: a step beside outputs is to take no longer. least_steps: but no less than so
-    many steps without prompts, since what a step costs whatever is in it is lost to prompts, nor less than the next
-    prompt has waited: where they come faster than they are computed, short steps would make it worse for all. 0:
-    whatever waits. max_tokens: of any step. A step full of tokens far behind a prompt's beginning, which attend to
-    much, takes several times as long as one full of beginnings, and shares what it costs whatever is in it among no
-    more tokens: no step is longer for these than for those, however long prompts wait.
-    A flood that is being taken in holds the host up, and steps seem to take longer than they do: of those without
-    prompts, which are rare then, the middle one of the last few counts.
-    attended_share: of what a token costs, at least, for each that it attends to: steps of short prompts tell little of
-    that, or the contrary, where each prompt costs something, too. Bounds nothing before a step
-    with prompts has been seen.
+    max_gap_s: longest duration of a step in which outputs decode, unless least_steps allows more.
+    least_steps: if not 0, such a step may take as long as this many steps without prompts, since prompts gain nothing
+      from a step's fixed cost, or as long as the next prompt has waited: if prompts arrive faster than they are
+      computed, short steps would make it worse for all. But it may take no longer than FULL_STEPS full steps of
+      prompts' first tokens, however long prompts wait: a step full of later tokens, which attend to many others, takes
+      several times as long, and spreads its fixed cost over no more tokens.
+    max_tokens: of any step.
+    attended_share: least cost of each token attended to, as a share of a token's own cost. Steps of short prompts say
+      little about it, and may even suggest the contrary, as each prompt has a cost of its own.
+
+    While a flood of requests arrives, the host is busy and steps seem to take longer than they do. Steps without
+    prompts are rare then, so their median over the last few is used.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class StepPace:
         self._seconds_2 = np.zeros(2)
 
     def note(self, chunks: Sequence[Chunk], num_decodes: int, seconds: float) -> None:
-        """A step of these chunks and so many outputs took so long."""
+        """Note that a step with these chunks and this many decodes took this long."""
         if seconds <= 0:
             return
         if not chunks:
@@ -177,7 +178,8 @@ class StepPace:
         self._seconds_2 = _LONG_FADE * self._seconds_2 + seen_2 * added_s
 
     def allow(self, num_decodes: int, *, waited_s: float = 0.0) -> Allowance:
-        """For the next step, in which so many outputs decode, and prompts have waited for so long."""
+        """The allowance for the next step. num_decodes: outputs that decode in it. waited_s: longest wait of a prompt
+        for its first token."""
         if not num_decodes or not self._products_22[0, 0]:
             return Allowance(math.inf, 0.0, 0.0)
         decode_s, target_s = self._decode_s, self._max_gap_s
@@ -190,13 +192,13 @@ class StepPace:
 
     @property
     def _decode_s(self) -> float:
-        """Seconds of a step without prompts; 0 before one was seen."""
+        """Median seconds of recent steps without prompts; 0 before any was seen."""
         seen = sorted(self._decodes_s)
         return seen[len(seen) // 2] if seen else 0.0
 
     def _rates(self) -> tuple[float, float]:
-        """Seconds a token, and a token attended to: least squares, neither below zero, the second no less than its
-        share."""
+        """Seconds per token and per token attended to, by least squares: neither is below zero, and the second is at
+        least its share of the first."""
         (tokens, mixed), (_, attended) = self._products_22.tolist()
         of_tokens, of_attended = self._seconds_2.tolist()
         share, determinant = self._attended_share, tokens * attended - mixed * mixed

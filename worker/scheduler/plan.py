@@ -1,10 +1,9 @@
-"""What one engine step does: the plan that the scheduler makes, the result that the runner gives back, and the outputs
-that each gateway is sent of it.
+"""What one engine step does: the plan that the scheduler makes, the result that the runner returns, and the outputs
+that are sent to each gateway.
 
 Plain data between the pure scheduler and whatever executes it. Rows are **slots**: stable small integers, one per
-request that holds blocks, also the row of its block table. A plan is self-contained: a runner that applies every
-plan in order (new requests, table updates, copies, then the tokens) needs nothing else, in particular not the block
-manager.
+request that holds blocks, and also the row of its block table. A plan is self-contained: a runner that applies every
+plan in order (`StepPlan`) needs nothing else, in particular not the block manager.
 
     tokens of a request   |--- computed (in the KV cache) ---|--- chunk of this step ---|--- not yet ---|
     positions             0                               start                start + num_tokens
@@ -19,11 +18,11 @@ from octavo.wire.messages import Finished, Pooling, SamplingParams, TokenLogprob
 
 Slot = NewType("Slot", int)
 GatewayIndex = NewType("GatewayIndex", int)
-"""Names one life of one gateway process: when it is lost, the index may be given to a new gateway."""
+"""One run of one gateway process. After the gateway is lost, its index may be reused for a new one."""
 
 
 class RequestKey(NamedTuple):
-    """Who wants this output: the handle is the gateway's own name for it."""
+    """Identifies one output: the gateway that asked for it, and the gateway's own handle for it."""
 
     gateway: GatewayIndex
     handle: int
@@ -35,11 +34,11 @@ def _no_rows(width: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewRequest:
-    """A request enters a slot (again, after a preemption). The runner forgets whatever the slot held before.
+    """A request enters a slot, for the first time or after a preemption. The runner forgets what the slot held before.
 
-    token_ids_T: int32, prompt followed by tokens generated before a preemption.
-    num_prompt_tokens: where the output starts in it.
-    pooling: the result of its last chunk's step has its embedding; None: none.
+    token_ids_T: int32, the prompt, followed by tokens generated earlier (before a preemption, or by another worker).
+    num_prompt_tokens: where the output starts in token_ids_T.
+    pooling: how to pool the embedding, which is in the result of its last chunk's step; None: no embedding.
     """
 
     slot: Slot
@@ -52,11 +51,11 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Prompt (or re-computed) tokens of one request, positions [start, start + num_tokens).
+    """Prompt (or recomputed) tokens of one request, positions [start, start + num_tokens).
 
     is_last: the chunk ends at the last known token, so a token is sampled after it.
-    forks: slots of further outputs of the same prompt, which join in this plan: each gets a token from the logits after
-        the last chunk too, by its own sampling, and its table leads to the same blocks.
+    forks: slots of further outputs of the same prompt, which join in this plan. For each, a token is sampled with its
+        own parameters from the logits after this last chunk; its block table has the same blocks.
     """
 
     slot: Slot
@@ -69,18 +68,17 @@ class Chunk:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One step. Order of execution: copies_out, new_requests, block_updates, block_copies, then all tokens in one
-    forward pass, then copies_in. A plan may have copies alone.
+    forward pass, then copies_in. A plan may consist of copies alone.
 
-    copies_out_C2: int32 rows (device block, host block): what the host is to keep, before anything writes to the
-        device.
-    copies_in_C2: int32 rows (host block, device block): done before anything of the next plan; nothing of this one
+    copies_out_C2: int32 rows (device block, host block): copied before anything of this plan writes to the device.
+    copies_in_C2: int32 rows (host block, device block): copied before anything of the next plan; nothing in this plan
         reads or writes these device blocks.
     block_updates_U3: int32 rows (slot, column of the slot's table row, block id), in order.
     block_copies_C2: int32 rows (source block, destination block): copy-on-write, before any write of this step.
     prefill: chunks.
-    decode_slots_S / decode_positions_S: int32; each feeds the slot's last token (which the runner knows: sampled by the
-        former step, or still being sampled by it) at that position.
-    A token is sampled for every slot of ``sampled_slots``, in that order.
+    decode_slots_S / decode_positions_S: int32; the slot's last token goes through the model at that position. The
+        runner has this token: the previous step sampled it, or is still sampling it.
+    A token is sampled for every slot in ``sampled_slots``, in that order.
     """
 
     step: int
@@ -100,7 +98,7 @@ class StepPlan:
 
     @property
     def sampled_slots(self) -> np.ndarray:
-        """int32: decode slots first, then the slots of last chunks, each followed by its forks. Not to be written."""
+        """int32: decode slots first, then the slots of last chunks, each followed by its forks. Read-only."""
         if not self.prefill:
             return self.decode_slots_S
         ends = [slot for chunk in self.prefill if chunk.is_last for slot in (chunk.slot, *chunk.forks)]
@@ -109,7 +107,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotLogprobs:
-    """Natural-logarithm probabilities for one sampled row, or position of a prompt, that asked for them."""
+    """Natural log-probabilities of one sampled row, or of one prompt position, whose request asked for them."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -118,17 +116,17 @@ class SlotLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step gave, aligned with ``plan.sampled_slots``.
+    """The result of a step, aligned with ``plan.sampled_slots``.
 
-    tokens_S: int32. is_finite_S: bool; False where the logits had NaN or no finite entry: that token means nothing.
+    tokens_S: int32. is_finite_S: bool; False if the logits had NaN or no finite entry: the token is meaningless.
     logprobs: by index into tokens_S, for rows whose sampling asks for them.
-    embeddings: by index into tokens_S, for rows that joined with a pooling; float32 [hidden size]. Their tokens mean
-        nothing.
-    is_exhausted_S: bool; True where the row's masks forbid every token: its output ends without one. None: nowhere.
+    embeddings: by index into tokens_S, for rows that joined with a pooling; float32 [hidden size]. Their tokens are
+        meaningless.
+    is_exhausted_S: bool; True if the row's masks forbid every token: its output ends without one. None: no such row.
     prompt_logprobs: by index into plan.prefill, of the prompt's tokens from position start + 1 on, for rows whose
         sampling asks for them.
-    num_copied_blocks, copy_s: of copies between the tiers, of this step or former ones, whose time is known since the
-        result before.
+    num_copied_blocks, copy_s: blocks copied between the tiers, by this step or earlier ones, and the seconds that took;
+        only copies measured since the previous result.
     """
 
     step: int
@@ -146,8 +144,8 @@ class StepResult:
 class StepMasks:
     """The masks of a step whose rows have grammars.
 
-    index_N: int64 positions in ``plan.sampled_slots``, rising. bits_NW: int32 [N, ceil(vocabulary / 32)]; a token is
-    allowed where its bit is set, the lowest bit of a word first.
+    index_N: int64 positions in ``plan.sampled_slots``, ascending. bits_NW: int32 [N, ceil(vocabulary / 32)]; a token is
+    allowed if its bit is set, the lowest bit of a word first.
     """
 
     index_N: np.ndarray
@@ -155,7 +153,7 @@ class StepMasks:
 
 
 class MaskedSlots:
-    """Which slots have a grammar, so that their rows wait for a mask; from new requests alone. R slots."""
+    """Which slots have a grammar, so that their rows wait for a mask. Known from new requests alone. R slots."""
 
     def __init__(self, *, max_slots: int) -> None:
         self._is_masked_R = np.zeros(max_slots, np.bool_)
@@ -168,8 +166,8 @@ class MaskedSlots:
         self._is_masked_R[new.slot] = has_grammar
 
     def index_of(self, plan: StepPlan) -> np.ndarray:
-        """int64: positions of sampled rows that need a mask."""
-        if not self._num_joined:  # the usual case costs nothing
+        """int64: positions in ``plan.sampled_slots`` of rows that need a mask."""
+        if not self._num_joined:  # the usual case is free
             return np.empty(0, np.int64)
         return np.flatnonzero(self._is_masked_R[plan.sampled_slots])
 
@@ -180,11 +178,11 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatewayOutput:
-    """A step's result as one gateway gets it; N new tokens. handles_N int64 and tokens_N int32 are aligned;
-    ``finished`` comes after them.
+    """One gateway's part of a step's result; N new tokens. handles_N int64 and tokens_N int32 are aligned;
+    ``finished`` applies after them.
 
     started: handles scheduled for the first time. logprobs: by handle, one per token of that handle. embeddings: by
-    handle, float32 [hidden size]. prompt_logprobs: by handle, what follows what was sent before.
+    handle, float32 [hidden size]. prompt_logprobs: by handle, continuing after those sent before.
     """
 
     handles_N: np.ndarray = field(default_factory=lambda: _NO_HANDLES)
@@ -197,7 +195,7 @@ class GatewayOutput:
 
 
 StepOutputs = dict[GatewayIndex, GatewayOutput]
-"""By gateway; only those with news."""
+"""By gateway; only gateways with news."""
 
 
 class OutputBuffer:
@@ -227,15 +225,15 @@ class OutputBuffer:
             start = end + 1
 
     def put_logprobs(self, key: RequestKey, logprobs: TokenLogprobs) -> None:
-        """For one of the tokens put in this step."""
+        """Log-probabilities of one of the tokens put in this step."""
         self._logprobs.setdefault(key.gateway, {}).setdefault(key.handle, []).append(logprobs)
 
     def put_prompt_logprobs(self, key: RequestKey, logprobs: list[TokenLogprobs]) -> None:
-        """For the next positions of the prompt."""
+        """Log-probabilities of the next positions of the prompt."""
         self._prompt_logprobs.setdefault(key.gateway, {}).setdefault(key.handle, []).extend(logprobs)
 
     def put_embedding(self, key: RequestKey, embedding_D: np.ndarray) -> None:
-        """The vector of a request that ends in this step. float32."""
+        """The embedding, float32, of a request that ends in this step."""
         self._embeddings.setdefault(key.gateway, {})[key.handle] = embedding_D
 
     def put_started(self, key: RequestKey) -> None:
@@ -247,7 +245,7 @@ class OutputBuffer:
         self._finished.setdefault(gateway, []).append(finished)
 
     def forget(self, gateway: GatewayIndex) -> None:
-        """The gateway is gone: drop its news."""
+        """Drop the news of a gateway that is lost."""
         for news in (
             self._tokens, self._logprobs, self._started, self._finished, self._embeddings, self._prompt_logprobs,
         ):  # fmt: skip

@@ -1,13 +1,14 @@
-"""What goes into the next step: decodes first, then prefill chunks until the token budget or their number is spent.
+"""What goes into the next step: decodes first, then prefill chunks until the token budget or the chunk limit is
+reached.
 
 There is no prefill phase and no decode phase: a step is some tokens of some requests. Blocks are taken here, all or
-nothing; when there are none, requests are preempted. None is preempted while a step is in flight: its blocks would not
-be free before that step ends, and one after the other would be preempted for nothing. The planner then asks for a
-pause: no new step until those in flight have ended.
+nothing; if there are too few, requests are preempted. No request is preempted while a step is in flight: its blocks
+would not be free before that step ends, so one request after another would be preempted for nothing. Instead, the
+planner raises `ResultsFirst`: no new step until those in flight have ended.
 
 The most important running request (`Request.rank`) is never preempted while another one runs, so every round of
-preemptions leaves at least one that gets on: there is no livelock. Waiting makes a request aged, aged ones are the most
-important: there is no starvation either.
+preemptions leaves at least one that makes progress: there is no livelock. Requests age as they wait, and aged ones are
+the most important, so there is no starvation either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from octavo.worker.scheduler.request_table import RequestTable
 
 
 class InFlight(Enum):
-    """EMPTY: what is released now is free at once. BUSY: it is free when the steps in flight have ended."""
+    """EMPTY: released blocks are free at once. BUSY: they are free when the steps in flight have ended."""
 
     EMPTY = "empty"
     BUSY = "busy"
@@ -37,20 +38,20 @@ class ResultsFirst(Exception):
 
 
 def least_important(running: Sequence[Request]) -> Request:
-    """The one to preempt when blocks run out: a paused one, then lowest priority, then latest arrival. Raises
-    ValueError where none runs."""
+    """The request to preempt when blocks run out: a paused one, then the lowest priority, then the latest arrival, aged
+    ones last. Raises ValueError if none runs."""
     return max(running, key=lambda request: request.rank)
 
 
 def least_disturbed(running: Sequence[Request]) -> Request:
-    """The one to preempt where tests ask for preemptions without need: the one that was preempted least often. Raises
-    ValueError where none runs."""
+    """The request to preempt when tests force preemptions: the one that was preempted least often. Raises ValueError if
+    none runs."""
     return min(running, key=lambda request: (request.num_preemptions, request.rank))
 
 
 def displaceable_by(head: Request, running: Sequence[Request]) -> list[Request]:
-    """Those to preempt for a waiting request of higher priority, the least important first; never the aged. Paused ones
-    are preempted for any request and are not among them."""
+    """Requests that may be preempted for a waiting one of higher priority, the least important first; never aged ones.
+    Paused requests are preempted for any request and are not included here."""
     below = [
         other for other in running if other.is_running and not other.is_aged and other.run.priority < head.run.priority
     ]
@@ -58,21 +59,21 @@ def displaceable_by(head: Request, running: Sequence[Request]) -> list[Request]:
 
 
 def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[Request]:
-    """All that may be preempted for a waiting request, in order. Paused ones first: no request waits for one whose
-    caller does not read."""
+    """All requests that may be preempted for a waiting one, in order. Paused ones come first: no request waits for one
+    whose caller does not read."""
     return [*sorted(paused, key=lambda request: request.rank, reverse=True), *others]
 
 
 class FailedFit(NamedTuple):
-    """A request (`Request.order`) that did not fit into so many blocks, so that it is not tried again with no more.
-    num_entered: blocks that had entered the prefix index by then; more of them may be hit."""
+    """A request (`Request.order`) that did not fit into num_blocks blocks, so that it is not tried again with no more
+    of them. num_entered: blocks that had entered the prefix index by then; once more have, the request may hit more."""
 
     order: int
     num_blocks: int
     num_entered: int
 
     def covers(self, request: Request, num_blocks: int, num_entered: int) -> bool:
-        """Whether it follows that this request does not fit into so many blocks either."""
+        """Whether this failure implies that the request does not fit into num_blocks either."""
         return (request.order, num_entered) == (self.order, self.num_entered) and num_blocks <= self.num_blocks
 
 
@@ -86,10 +87,11 @@ class Admission:
         self._block_size = table.blocks.config.block_size
         self._headroom_cap = max(1, table.blocks.config.num_blocks // 50)
         self._failed_admission: FailedFit | None = None
-        self._failed_preemption: FailedFit | None = None  # with the blocks that all victims would have given up
+        self._failed_preemption: FailedFit | None = None  # including the blocks that all victims would have freed
 
     def admit_head(self, in_flight: InFlight, now_s: float) -> Request | None:
-        """The head of the queue with slot and blocks; None where the queue is empty or it does not fit now."""
+        """Admit the head of the queue, which then has a slot and blocks; None if the queue is empty or the head does
+        not fit now."""
         head = self._requests.waiting.head(now_s)
         if head is None or not self._may_fit(head):
             return None
@@ -103,8 +105,8 @@ class Admission:
         return head
 
     def _may_fit(self, head: Request) -> bool:
-        """Whether it is worth trying. A failure is remembered until there is more room than then, or more that may be
-        hit: each try looks up the whole prompt."""
+        """Whether an attempt is worthwhile. A failure is remembered until there is more room than then, or there are
+        new blocks to hit, since each attempt looks up the whole prompt."""
         num_running = self._requests.num_running
         if num_running >= self._max_num_seqs:
             return False
@@ -133,13 +135,14 @@ class Admission:
 
     @property
     def _room(self) -> int:
-        """Blocks for newcomers: those that run keep some to grow, or the newcomer would soon be preempted."""
+        """Blocks for new requests. Running ones keep some to grow into; otherwise the new one would soon be
+        preempted."""
         headroom = min(self._requests.num_active, self._headroom_cap)
         return self._blocks.num_free + self._blocks.num_cached - headroom
 
     def may_fork(self, leader: Request, num_forked: int, now_s: float) -> bool:
-        """Whether the leader's next follower can run now, after others that forked in the same plan: a slot is free,
-        there is a block for each to write to, and no waiting request goes before it."""
+        """Whether the leader's next follower can run now, after num_forked others in the same plan: a slot is free,
+        each has a block to write to, and no waiting request goes before it."""
         if not leader.followers or self._requests.num_running >= self._max_num_seqs:
             return False
         waiting = self._requests.waiting
@@ -149,8 +152,8 @@ class Admission:
     # ------------------------------------------------------------ preemption
 
     def preempt_for_head(self, in_flight: InFlight, now_s: float) -> None:
-        """Preempt paused requests, then those of lower priority, until the head of the queue fits, if that can make it
-        fit."""
+        """Preempt paused requests, then those of lower priority, until the head of the queue fits; none if it would
+        not fit even then."""
         table = self._requests
         head = table.waiting.head(now_s)
         if head is None:
@@ -181,7 +184,7 @@ class Admission:
 
 
 class Planner:
-    """Turns the table into plans."""
+    """Makes plans from the request table."""
 
     def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._config = config
@@ -198,11 +201,11 @@ class Planner:
                 max_tokens=config.max_batch_tokens,
                 attended_share=config.attended_share,
             )
-        self._new_requests: list[NewRequest] = []  # of the plan that is being made
-        self._allowance: Allowance | None = None  # of the same; None: all that fits
+        self._new_requests: list[NewRequest] = []  # in the plan that is being made
+        self._allowance: Allowance | None = None  # for the same plan; None: no limit
 
     def plan(self, step: int, in_flight: InFlight, now_s: float) -> StepPlan | None:
-        """The next step, or None where there is nothing to do. Raises ResultsFirst."""
+        """The next step, or None if there is nothing to do. Raises ResultsFirst."""
         self._new_requests = []
         self._requests.begin_loaded()
         self._admission.preempt_for_head(in_flight, now_s)
@@ -244,8 +247,9 @@ class Planner:
             return
         victim = least_disturbed(preemptible)
         others = (request for request in preemptible if request is not victim)
-        # Another request has to compute in this step. Else no step would be planned, and this step number would come
-        # again and again; or blocks that come back from the host, a few a step, would leave before any request has all.
+        # Another request must compute in this step. Otherwise no step would be planned, and this step number would come
+        # up again and again; or blocks that return from the host, a few per step, would leave again before any request
+        # has all of its blocks.
         if all(other.phase is Phase.LOADING for other in others):
             return
         if in_flight is InFlight.BUSY:
@@ -273,8 +277,8 @@ class Planner:
         return refused_S if not self._requests.sharing else self._separate(slots_S, refused_S)
 
     def _separate(self, slots_S: np.ndarray, refused_S: np.ndarray) -> np.ndarray:
-        """Copy on write: forks that are about to write into a block that they share get one of their own. Returns the
-        slots that found no room, also those of `refused_S`."""
+        """Copy on write: forks that are about to write into a shared block get their own copy. Returns the slots
+        without room, including those in `refused_S`."""
         sharing = [slot for slot in slots_S.tolist() if slot in self._requests.sharing and slot not in refused_S]
         if not sharing:
             return refused_S
@@ -288,13 +292,13 @@ class Planner:
         running = self._requests.running
         if len(running) > 1:
             self._requests.preempt(least_important(running), now_s)
-        else:  # alone, and the pool is all its own: this is as long as it can get
+        else:  # it has the whole pool: the output cannot get longer
             self._requests.end(running[0], Ending(WireFinishReason.LENGTH), now_s)
 
     # ------------------------------------------------------------ prefill
 
     def _schedule_prompts(self, num_decodes: int, in_flight: InFlight, now_s: float, *, admits: bool) -> list[Chunk]:
-        """Beside so many decodes. admits: from the queue, too."""
+        """Chunks for a step that also has num_decodes decodes. admits: requests from the queue may join."""
         chunks: list[Chunk] = []
         budget = self._config.max_batch_tokens - num_decodes
         if self.pace is not None:
@@ -313,7 +317,8 @@ class Planner:
         return self._allowance is not None and self._allowance.is_spent
 
     def _longest_wait_s(self, now_s: float) -> float:
-        """Of the prompts that this step may go on with, for their first token; 0 where it bounds nothing by that."""
+        """The longest wait for a first token among the prompts that this step may continue; 0 if the pace does not
+        depend on it."""
         if not self._config.max_gap_steps:
             return 0.0
         head = self._requests.waiting.head(now_s)
@@ -335,7 +340,7 @@ class Planner:
         return Chunk(slot=slot, start=start, num_tokens=num_tokens, is_last=is_last, forks=forks)
 
     def _fork(self, leader: Request, now_s: float) -> tuple[Slot, ...]:
-        """Followers that find room share what the leader has computed; the others go on following."""
+        """Fork followers from the leader's blocks as long as there is room; the others keep following."""
         forks: list[Slot] = []
         while self._admission.may_fork(leader, len(forks), now_s):
             follower = self._requests.fork(leader, now_s)

@@ -1,12 +1,12 @@
 """The queue: which requests wait, and which is next.
 
-A higher priority goes first; an aged request counts as one of the highest priority that waits. Within that, tenants
-take turns (`TenantFairness`), and each tenant's requests go in their order: the aged, then by
-priority, then as they came. A tenant keeps its turn until one of its requests is admitted, whatever room that takes; a
-request that has run before, and came earlier than the one whose turn it is, needs no turn, and passes those of its
-tenant that wait for one. With one tenant all of this is: aged first, then by priority, first come first served.
+A higher priority goes first; an aged request counts as having the highest priority that waits. Among these, tenants
+take turns (`TenantFairness`), and a tenant's requests are ordered: aged ones, then by priority, then by arrival. A
+tenant keeps its turn until one of its requests is admitted, however much room that takes. A request that has run
+before, and goes before the one whose turn it is (`Request.turn_rank`), needs no turn, and overtakes its tenant's other
+requests. With a single tenant the order is: aged first, then by priority, then first come, first served.
 
-Knows nothing of blocks or budgets; reads no clock. Shapes: S slots · H of them held
+Knows nothing of blocks or budgets; reads no clock. Shapes: S slots · H held slots
 """
 
 import heapq
@@ -19,8 +19,8 @@ import numpy as np
 from octavo.worker.scheduler.request import Phase, Request
 from octavo.worker.scheduler.slot_state import SlotState
 
-_SLACK = 64  # entries of requests that have left, so that a small heap is not cleaned each time
-UNITS = 1_000_000  # that one token costs at weight 1: whole numbers, so that the order never hangs on rounding
+_SLACK = 64  # stale entries that are allowed in any case, so that a small heap is rarely cleaned
+UNITS = 1_000_000  # cost of one token at weight 1; costs are whole numbers, so that no order depends on rounding
 MAX_WEIGHT = 1000
 _NONE = -1
 _MIN_SWEEP = 64  # accounts
@@ -28,7 +28,7 @@ _MIN_SWEEP = 64  # accounts
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """served: in units. number: while the tenant holds slots, its name in the arrays."""
+    """served, and price of one token: in UNITS. number: the tenant's number in the arrays while it holds slots."""
 
     served: int
     price: int
@@ -37,16 +37,16 @@ class _Account:
 
 
 class TenantFairness:
-    """What each tenant has been served, so that the next turn goes to the tenant that had least for its weight.
+    """How much each tenant has been served, so that the next turn goes to the one that got least for its weight.
 
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens, charged as they are computed, since the length of
-    an output is not known before (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the prompt
-    when its request gets a slot, without what was cached; output when it comes. A tenant's token costs 1 / weight. A
-    token that has to be computed again is not charged again.
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens. Tokens are charged as they are computed, since
+    the length of an output is not known in advance (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+    2024): the prompt, without its cached part, when its request gets a slot, and output as it is generated. A tenant's
+    token costs 1 / weight. A token that has to be computed again is not charged again.
 
-    A tenant that comes back begins at the clock: what it did not use is not saved up. The clock is what the tenant of
-    the last turn had then. Tenants go by their labels; "" is one too. slots: of the requests that run. Knows no queue
-    and no priorities.
+    A tenant that returns starts at the clock, so it cannot save up unused service. The clock is what the tenant of the
+    last turn had been served at that turn. Tenants are identified by their labels; "" is a tenant, too. slots: state of
+    the running requests. Knows no queue and no priorities.
     """
 
     def __init__(self, slots: SlotState) -> None:
@@ -54,7 +54,7 @@ class TenantFairness:
         self._slots = slots
         self._clock = 0
         self._accounts: dict[str, _Account] = {}
-        self._holders: list[_Account | None] = [None] * num_slots  # by number; each holds a slot, so there are enough
+        self._holders: list[_Account | None] = [None] * num_slots  # by number; each holds a slot, so these are enough
         self._number_S = np.full(num_slots, _NONE, np.intp)
         self._paid_S = np.zeros(num_slots, np.int64)
         self._num_appends_seen = 0
@@ -66,7 +66,7 @@ class TenantFairness:
     # ------------------------------------------------------------ charging
 
     def begin(self, request: Request, *, num_cached_tokens: int) -> None:
-        """The request has its slot: its tenant pays for what must be computed and was not paid before."""
+        """The request has a slot: charge its tenant for tokens that must be computed and were not charged before."""
         self.settle()
         run, slot, num_known = request.run, request.held_slot, len(request.token_ids_T)
         account = self._account(run.tenant)
@@ -79,7 +79,7 @@ class TenantFairness:
         self._number_S[slot], self._paid_S[slot] = account.number, request.num_paid_tokens
 
     def end(self, request: Request) -> None:
-        """The request leaves its slot: what has come since it was last looked at is paid."""
+        """The request leaves its slot: charge its tenant for output since the last `settle`."""
         slot, account = request.held_slot, self._accounts[request.run.tenant]
         num_known = int(self._slots.num_known_S[slot])
         account.served += max(0, num_known - int(self._paid_S[slot])) * account.price
@@ -90,7 +90,7 @@ class TenantFairness:
             self._holders[account.number], account.number = None, _NONE
 
     def settle(self) -> None:
-        """Charge every tenant for the output that has come; in numpy, whatever the number of requests."""
+        """Charge every tenant for its new output, in numpy for all requests at once."""
         if self._num_appends_seen == self._slots.num_appends:
             return
         self._num_appends_seen = self._slots.num_appends
@@ -104,20 +104,21 @@ class TenantFairness:
         self._paid_S[held_H] += num_due_H
 
     def forget(self) -> None:
-        """No request runs and none waits: every account is even."""
+        """Drop all accounts, once no request runs or waits."""
         self._accounts.clear()
         self._clock = 0
 
     # ------------------------------------------------------------ turns
 
     def served(self, tenant: str) -> int:
-        """In units since some moment, at least the clock; settle first."""
+        """What the tenant has been served, in UNITS, at least the clock. Call `settle` first."""
         account = self._accounts.get(tenant)
         return self._clock if account is None else max(account.served, self._clock)
 
     def take_turn(self, tenant: str) -> None:
-        """The next turn is this tenant's: what it did not use before is gone. Settle first. The clock is what it has
-        now; output of its others that comes before its request does is no reason to lift those who wait."""
+        """Give the next turn to this tenant. Call `settle` first. The tenant's account is raised to the clock, so
+        service that it did not use is lost, and the clock is set to the account. Output that its running requests
+        generate before the next one is admitted does not move the clock, and so does not raise other tenants."""
         account = self._account(tenant)
         self._clock = account.served = max(account.served, self._clock)
 
@@ -132,7 +133,7 @@ class TenantFairness:
         return account
 
     def _sweep(self) -> None:
-        """Those that hold nothing and are behind the clock are as good as unknown."""
+        """Drop the accounts of tenants that hold no slot and are not ahead of the clock: they equal new ones."""
         self._accounts = {
             tenant: account
             for tenant, account in self._accounts.items()
@@ -148,22 +149,21 @@ class TenantFairness:
 
 
 class WaitingHeap:
-    """Some of the waiting requests, in their order: the aged first, by when they became so, then by priority, then by
-    arrival.
+    """Some of the waiting requests, in order: aged ones by when they became aged, then by priority, then by arrival.
 
-    Entries of requests that have left are skipped when they come up, and thrown out once they are the most: where
-    others are served first, some would never come up. spells: order of a waiting request -> which spell of waiting this
-    is; shared by all heaps, and their owner's. Knows no tenants, reads no clock.
+    Entries of requests that have left are skipped when they reach the top, and removed once they are the majority,
+    since those behind others would never reach it. spells: order of a waiting request -> number of its current wait;
+    shared by all heaps, and maintained by their owner. Knows no tenants, reads no clock.
     """
 
     def __init__(self, spells: Mapping[int, int]) -> None:
-        self.num_waiting = 0  # the owner's to count
+        self.num_waiting = 0  # maintained by the owner
         self._spells = spells
         self._by_rank: list[tuple[int, int, int, Request]] = []
         self._by_age: list[tuple[float, int, int, Request]] = []
 
     def push(self, request: Request, *, aged_at_s: float) -> None:
-        """Put it at its place."""
+        """Add a request that waits. aged_at_s: when it becomes aged."""
         if max(len(self._by_rank), len(self._by_age)) > 2 * len(self._spells) + _SLACK:
             self._throw_out()
         order = request.order
@@ -172,7 +172,8 @@ class WaitingHeap:
         heapq.heappush(self._by_age, (aged_at_s, order, spell, request))
 
     def head(self, now_s: float) -> Request | None:
-        """The next one, without removing it: the one that became aged first, else the most important one."""
+        """The next request, without removing it: the one that became aged first, or else the foremost; None if none
+        waits."""
         self._skip_gone(self._by_age)
         if self._by_age and self._by_age[0][0] <= now_s:
             request = self._by_age[0][-1]
@@ -181,24 +182,24 @@ class WaitingHeap:
         return self.foremost()
 
     def foremost(self) -> Request | None:
-        """The most important one, whatever its age."""
+        """The first by priority and arrival, whatever its age; None if none waits."""
         self._skip_gone(self._by_rank)
         return self._by_rank[0][-1] if self._by_rank else None
 
     def eldest(self) -> Request | None:
-        """The one that has waited longest in all."""
+        """The request that has waited longest in total; None if none waits."""
         self._skip_gone(self._by_age)
         return self._by_age[0][-1] if self._by_age else None
 
     def earliest_head(self) -> int:
-        """The order of whichever may be the head next, as time goes by, that came first: nobody else is before another
-        request comes or leaves. One must wait."""
+        """The earlier order of the two requests that may be the head, now or later: until a request joins or leaves, no
+        other can be. At least one must wait."""
         self._skip_gone(self._by_age)
         self._skip_gone(self._by_rank)
         return min(self._by_age[0][1], self._by_rank[0][1])
 
     def contends(self, priority: int, now_s: float) -> bool:
-        """Whether a request here has this priority, or is aged; none has a higher one."""
+        """Whether the head is aged or has this priority, the highest that waits."""
         head = self.head(now_s)
         return head is not None and (head.is_aged or head.run.priority == priority)
 
@@ -214,21 +215,21 @@ class WaitingHeap:
 
 
 class TenantTurns:
-    """Whose turn it is, of the tenants that wait: found without a look at each, of whom there may be thousands.
+    """Whose turn it is among the tenants that wait, found without checking each of them: there may be thousands.
 
-    A tenant's place is what it had been served, and its next request's order, when it was looked at last. It is never
-    behind its place now: what it has been served only grows, and where its requests change, `note` is told. So those
-    at the front are looked at until one is found that is before the places of all others.
+    A tenant's noted place is what it had been served, and its next request's order, when it was last checked. Its real
+    place is never before that: what it has been served only grows, and `note` is called if its requests change. So
+    tenants are checked from the front until the best one found is before the noted places of all others.
     """
 
     def __init__(self, fairness: TenantFairness, heaps: Mapping[str, WaitingHeap]) -> None:
         self._fairness = fairness
         self._heaps = heaps
         self._places: list[tuple[int, int, str]] = []  # a heap
-        self._place_of: dict[str, tuple[int, int]] = {}  # other entries of the heap are out of date
+        self._place_of: dict[str, tuple[int, int]] = {}  # heap entries that differ from these are stale
 
     def note(self, tenant: str) -> None:
-        """Its requests are other ones now, or all have left."""
+        """Update the tenant's place: its requests have changed, or all have left."""
         heap, former = self._heaps.get(tenant), self._place_of.pop(tenant, None)
         if heap is None:
             return
@@ -237,8 +238,8 @@ class TenantTurns:
             self._put(place, tenant)
 
     def due(self, priority: int, now_s: float) -> str:
-        """Who had least of those that contend, and of equals whose next request came first. At least one contends;
-        settle first."""
+        """The tenant that has been served least among those that contend; of equals, the one whose next request came
+        first. At least one must contend. Call `TenantFairness.settle` first."""
         best: tuple[int, int, str] | None = None
         looked_at: list[str] = []
         while self._places and (best is None or self._places[0] < best):
@@ -273,8 +274,8 @@ class RequestQueue:
         self._spells: dict[int, int] = {}
         self._num_spells = 0
         self._all = WaitingHeap(self._spells)
-        self._begun = WaitingHeap(self._spells)  # those that have run before
-        self._by_tenant: dict[str, WaitingHeap] = {}  # of tenants that wait
+        self._begun = WaitingHeap(self._spells)  # requests that have run before
+        self._by_tenant: dict[str, WaitingHeap] = {}  # only tenants with waiting requests
         self._turns = TenantTurns(fairness, self._by_tenant)
         self._turn: str | None = None
 
@@ -282,7 +283,7 @@ class RequestQueue:
         return len(self._spells)
 
     def push(self, request: Request, now_s: float) -> None:
-        """A request begins to wait (again: after a preemption, before all that came later)."""
+        """A request begins to wait. After a preemption it waits again, and keeps its place by arrival."""
         self._num_spells += 1
         self._spells[request.order] = self._num_spells
         request.phase, request.slot, request.waiting_since_s = Phase.WAITING, None, now_s
@@ -296,7 +297,7 @@ class RequestQueue:
         self._turns.note(request.run.tenant)
 
     def remove(self, request: Request, now_s: float) -> None:
-        """It waits no longer: admitted or ended."""
+        """A request waits no longer: it is admitted, paused or ended."""
         del self._spells[request.order]
         request.waited_s += now_s - request.waiting_since_s
         tenant = request.run.tenant
@@ -312,18 +313,19 @@ class RequestQueue:
             self._turn = None
 
     def head(self, now_s: float) -> Request | None:
-        """The next one, without removing it."""
+        """The next request, without removing it; None if none waits."""
         if len(self._by_tenant) < 2:
             return self._all.head(now_s)
         return self._fair_head(now_s)
 
     def waiting_since_s(self) -> float | None:
-        """When the one that has waited longest began, as if it had waited in one go; None where nobody waits."""
+        """When the request that has waited longest would have begun, had it waited without a break; None if none
+        waits."""
         request = self._all.eldest()
         return None if request is None else request.waiting_since_s - request.waited_s
 
     def goes_before(self, request: Request, head: Request) -> bool:
-        """Whether a request that does not wait would go before the head, if it did."""
+        """Whether a request that does not wait would go before the head if it did."""
         ours, theirs = request.turn_rank, head.turn_rank
         if ours[:2] != theirs[:2] or request.run.tenant == head.run.tenant:
             return ours < theirs
@@ -341,7 +343,7 @@ class RequestQueue:
         return turn if begun is None or turn.turn_rank < begun.turn_rank else begun
 
     def _heap_of_turn(self, priority: int, now_s: float) -> WaitingHeap:
-        """priority: the highest that waits."""
+        """The heap of the tenant whose turn it is. priority: the highest that waits."""
         heap = self._by_tenant.get(self._turn) if self._turn is not None else None
         if heap is not None and heap.contends(priority, now_s):
             return heap

@@ -1,7 +1,8 @@
-"""Every unfinished request, in exactly one place: waiting, running in a slot with blocks, or paused with or without.
+"""Every unfinished request, in exactly one place: waiting, running in a slot with blocks, or paused with or without a
+slot.
 
-All moves between these places happen here, so that request, row, block table and queue never disagree. Decides
-nothing: which request moves, and why, is decided by the planner and the scheduler.
+All moves between these places happen here, so that request, row, block table and queue always agree. The planner and
+the scheduler decide which request moves, and why.
 """
 
 import math
@@ -25,15 +26,15 @@ _OUTPUT_PHASES = {
     Phase.PAUSED: OutputPhase.PAUSED,
     Phase.PARKED: OutputPhase.PAUSED,
 }
-"""What gateways are told; every other phase is QUEUED."""
+"""Phases as reported to gateways; all others are QUEUED."""
 
 
 class RequestTable:
-    """Requests by place. ``prefilling`` lists the running requests that still have known tokens to compute,
-    ``loading``, by slot, those that wait for blocks from the host.
+    """Requests by place.
 
-    paused: those that hold a slot and are in no step, by slot. parked: those that hold nothing and do not wait, by
-    order. sharing: slots whose next write may go into a block that another slot holds too.
+    prefilling: running requests that still have known tokens to compute. loading: those that wait for blocks from the
+    host, by slot. paused: those that hold a slot and are in no step until they are resumed, by slot. parked: paused
+    ones without a slot, by order. sharing: slots whose next write may go into a block that another slot holds too.
     """
 
     def __init__(
@@ -71,31 +72,31 @@ class RequestTable:
         return key in self._by_key
 
     def find(self, key: RequestKey) -> Request | None:
-        """The unfinished request of this key."""
+        """The unfinished request with this key; None if there is none."""
         return self._by_key.get(key)
 
     @property
     def running(self) -> list[Request]:
-        """Those that hold slots, paused ones too."""
+        """Requests that hold slots, including paused ones."""
         return list(self._by_slot.values())
 
     @property
     def num_running(self) -> int:
-        """How many hold slots, paused ones too."""
+        """How many requests hold slots, including paused ones."""
         return len(self._by_slot)
 
     @property
     def num_active(self) -> int:
-        """How many hold slots and are in the steps."""
+        """How many requests hold slots and are not paused."""
         return len(self._by_slot) - len(self.paused)
 
     @property
     def lowest_running_priority(self) -> float:
-        """Of those that hold slots; infinite where there are none."""
+        """The lowest priority among requests that hold slots; infinite if none does."""
         return min(self._running_priorities, default=math.inf)
 
     def outputs_of(self, gateway: GatewayIndex, *, max_outputs: int) -> list[tuple[int, OutputPhase, int]]:
-        """Handle, phase and number of blocks of a gateway's unfinished outputs, the oldest first."""
+        """Handle, phase and number of held blocks of a gateway's unfinished outputs, oldest first."""
         found: list[tuple[int, OutputPhase, int]] = []
         block_size = self.blocks.config.block_size
         for key, request in self._by_key.items():
@@ -107,19 +108,19 @@ class RequestTable:
         return found
 
     def in_slot(self, slot: int) -> Request:
-        """Who holds this slot. Raises KeyError."""
+        """The request that holds this slot. Raises KeyError if none does."""
         return self._by_slot[slot]
 
     # ------------------------------------------------------------ moves
 
     def accept(self, request: Request, now_s: float) -> None:
-        """A new request waits."""
+        """Queue a new request."""
         self._by_key[request.key] = request
         self._queue(request, now_s)
         self.counters.num_accepted += 1
 
     def accept_followers(self, leader: Request, followers: list[Request]) -> None:
-        """Outputs whose prompt the leader computes for them."""
+        """Add further outputs of a prompt, which the leader computes for them."""
         for follower in followers:
             follower.phase, follower.leader = Phase.FOLLOWING, leader
             self._by_key[follower.key] = follower
@@ -127,8 +128,8 @@ class RequestTable:
         self.counters.num_accepted += len(followers)
 
     def fork(self, leader: Request, now_s: float) -> Request:
-        """The next follower takes a slot and shares the leader's prompt, whose last chunk is being planned; it decodes
-        from now on. Raises OutOfSlots; then nothing has changed."""
+        """Give the next follower a slot in which it shares the leader's prompt, whose last chunk is being planned. It
+        decodes from now on. Raises OutOfSlots, which changes nothing."""
         follower, num_tokens = leader.followers[0], leader.num_prompt_tokens
         slot = Slot(self.blocks.fork(leader.held_slot, follower.block_owner, num_tokens=num_tokens))
         del leader.followers[0]
@@ -139,13 +140,13 @@ class RequestTable:
         self.outputs.put_started(follower.key)
         self._take_row(follower, num_tokens)
         self.slots.is_decoding_S[slot] = True
-        self.slots.num_computed_S[slot] = 0  # scheduled, but not verified before its own first token
+        self.slots.num_computed_S[slot] = 0  # the prompt is scheduled, but not verified before its own first token
         if num_tokens % self.blocks.config.block_size:
             self.sharing |= {int(leader.held_slot), int(slot)}
         return follower
 
     def promote_follower(self, leader: Request, now_s: float) -> None:
-        """The followers that are left go on without the leader: the next one waits, and leads the others."""
+        """The remaining followers continue without the leader: the next one is queued, and leads the others."""
         if not leader.followers:
             return
         heir, *others = leader.followers
@@ -155,8 +156,8 @@ class RequestTable:
         self._queue(heir, now_s)
 
     def admit(self, request: Request, now_s: float) -> None:
-        """From the queue into a slot, with blocks for all tokens known. Raises OutOfBlocks or OutOfSlots; then
-        nothing has changed."""
+        """Move a request from the queue into a slot, with blocks for all its known tokens. Raises OutOfBlocks or
+        OutOfSlots, which change nothing."""
         token_ids_T = request.token_ids_T
         admission = self.blocks.admit(
             request.block_owner,
@@ -175,7 +176,7 @@ class RequestTable:
             self.counters.num_cached_tokens += admission.num_cached_tokens
         self._take_row(request, admission.num_cached_tokens)
         if request.num_verified_tokens is not None:
-            num_verified = min(request.num_verified_tokens, admission.num_cached_tokens)  # less where a copy failed
+            num_verified = min(request.num_verified_tokens, admission.num_cached_tokens)  # fewer if a copy failed
             self.slots.num_computed_S[request.slot] = num_verified
             request.num_verified_tokens = None
         if self.blocks.is_awaited(admission.slot):
@@ -184,21 +185,21 @@ class RequestTable:
             self._begin_prefill(request)
 
     def begin_loaded(self) -> None:
-        """Those whose blocks are back, or will be before the next step, go on."""
+        """Continue requests whose blocks are back from the host, or will be before the next step."""
         for slot, request in list(self.loading.items()):
             if not self.blocks.is_awaited(slot):
                 del self.loading[slot]
                 self._begin_prefill(request)
 
     def begin_decoding(self, request: Request) -> None:
-        """Its last known token is scheduled: from now on one token a step."""
+        """Its last known token is scheduled: from now on it computes one token per step."""
         request.phase = Phase.DECODING
         self.prefilling.remove(request)
         self.slots.is_decoding_S[request.held_slot] = True
 
     def preempt(self, request: Request, now_s: float) -> None:
-        """Back into the queue; a paused one, out of it. Its blocks go to the host where that costs less than computing
-        them again; else what it has generated is kept as tokens, and its blocks are free."""
+        """Take a request's slot: it is queued again, or parked if it was paused. Its blocks go to the host if there is
+        room and that costs less than computing them again; otherwise only its tokens are kept."""
         slot = request.held_slot
         num_tokens, num_verified = int(self.slots.num_scheduled_S[slot]), int(self.slots.num_computed_S[slot])
         if self._may_swap(request, num_tokens):
@@ -215,15 +216,16 @@ class RequestTable:
             self.start_over(request, now_s)
 
     def start_over(self, request: Request, now_s: float) -> None:
-        """A preemption after which all is computed again that is not cached."""
+        """Preempt a request without copying its blocks to the host: all tokens that are not cached are computed
+        again."""
         slot = request.held_slot
         was_paused = self._leave_row(request, now_s)
         self.blocks.release(slot, request.block_owner)
         self._requeue(request, was_paused, now_s)
 
     def pause(self, request: Request, now_s: float) -> None:
-        """Out of the steps, or out of the queue. A slot is kept, and tokens of steps in flight still land in it;
-        followers go on without."""
+        """Take a request out of the steps, or out of the queue. It keeps its slot if it has one, which still receives
+        tokens of steps in flight; its followers continue without it."""
         self.promote_follower(request, now_s)
         if request.is_running:
             self._hold(request)
@@ -236,7 +238,7 @@ class RequestTable:
         self._park(request)
 
     def resume(self, request: Request, now_s: float) -> None:
-        """A paused request is in the steps again, or in the queue where it has lost its slot."""
+        """Put a paused request back into the steps, or into the queue if it has no slot."""
         if request.phase is Phase.PARKED:
             del self.parked[request.order]
             self._queue(request, now_s)
@@ -252,7 +254,7 @@ class RequestTable:
             self.slots.is_decoding_S[request.held_slot] = True
 
     def end(self, request: Request, ending: Ending, now_s: float) -> None:
-        """The one end of a request, wherever it is."""
+        """End a request, wherever it is; every end goes through here."""
         if request.slot is not None:
             self._leave_slot(request, now_s)
         elif request.leader is not None:
@@ -267,26 +269,26 @@ class RequestTable:
         self.outputs.put_finished(request.key.gateway, finished)
 
     def end_tainted(self, request: Request, ending: Ending, now_s: float) -> None:
-        """An end after which what the request computed must not be reused."""
+        """End a request such that nothing that it computed is reused."""
         if request.slot is not None:
             self.blocks.taint(request.slot)
         self.end(request, ending, now_s)
 
     def drop_gateway(self, gateway: GatewayIndex, now_s: float) -> None:
-        """Cancel everything of a gateway that is gone, without a message."""
+        """Cancel all requests of a lost gateway, without messages."""
         for key in [key for key in self._by_key if key.gateway == gateway]:
             self.end(self._by_key[key], Ending(WireFinishReason.CANCELLED), now_s)
         self.outputs.forget(gateway)
 
     def commit(self, request: Request) -> None:
-        """Offer the verified full blocks of a running request to later prompts."""
+        """Enter the verified full blocks of a running request into the prefix index, for later prompts."""
         slot = request.held_slot
         self.blocks.commit(slot, self.slots.known_tokens(slot), int(self.slots.num_computed_S[slot]))
 
     # ------------------------------------------------------------ inside
 
     def _queue(self, request: Request, now_s: float) -> None:
-        """Into the queue; where its grammar is still being compiled, `Constraints.ready` does that later."""
+        """Put a request into the queue; if its grammar is still being compiled, `Constraints.ready` does that later."""
         if request.awaits_grammar:
             request.phase = Phase.COMPILING
         else:
@@ -318,8 +320,8 @@ class RequestTable:
         self.prefilling.append(request)
 
     def _may_swap(self, request: Request, num_tokens: int) -> bool:
-        """Whether its blocks may go to the host, and that is worth it. What is made of every token of a prompt is the
-        runner's, which forgets it."""
+        """Whether its blocks can go to the host, and that is worthwhile. Not if its result depends on every token of
+        the prompt: the runner, which has the partial result, forgets it when the request leaves its slot."""
         if not (num_tokens and self.blocks.config.num_host_blocks and self.blocks.may_move):
             return False
         num_blocks = -(-num_tokens // self.blocks.config.block_size)
@@ -340,7 +342,7 @@ class RequestTable:
         self.blocks.release(slot, request.block_owner)
 
     def _leave_row(self, request: Request, now_s: float) -> bool:
-        """Out of the slot; the blocks are still to be given back. Whether it was paused."""
+        """Take a request out of its slot; the caller gives the blocks back. Returns whether it was paused."""
         slot, was_paused = request.held_slot, request.phase is Phase.PAUSED
         self.commit(request)
         request.block_seconds += self._block_seconds(request, now_s)
@@ -357,7 +359,7 @@ class RequestTable:
         return was_paused
 
     def _block_seconds(self, request: Request, now_s: float) -> float:
-        """Of the slot that is being left; token_ids_T is still what it was taken with."""
+        """Block-seconds of the slot that is being left; token_ids_T still has the tokens that it was taken with."""
         slot, block_size = request.held_slot, self.blocks.config.block_size
         return block_seconds(
             self.slots.token_ticks_SL[slot, : self.slots.num_known_S[slot]],

@@ -1,9 +1,9 @@
-"""What a step's result does to the requests that were in it.
+"""Applies a step's result to the requests that were in it.
 
-Rows of requests that have left their slot meanwhile are dropped; what is left gets its token, ends, or ends by error.
+Rows of requests that have left their slot meanwhile are dropped; the others get their token, end, or end with an error.
 Knows no budget and no queue order.
 
-Shapes: N rows that a token was sampled for
+Shapes: N rows for which a token was sampled
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ class Results:
     def __init__(self, table: RequestTable) -> None:
         self._requests = table
         self._slots = table.slots
-        self._unindexed: list[Request] = []  # whose prompt was completed by the last result
+        self._unindexed: list[Request] = []  # requests whose prompt was completed by the last result
 
     def index_prompts(self) -> None:
-        """Others may reuse the blocks of prompts that the last result completed. Idempotent."""
+        """Enter the prompts that the last result completed into the prefix index. Idempotent."""
         for request in self._unindexed:
-            if request.slot is not None:  # what has left its slot did that itself
+            if request.slot is not None:  # leaving the slot has done this already
                 self._requests.commit(request)
         self._unindexed.clear()
 
     def succeed(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
-        """One token for each row whose request is still there and whose logits were finite."""
+        """Append one token to each row whose request is still there and whose logits were finite."""
         slots = self._slots
         slots_N, num_computed_N = (
             step.slots_A[: step.num_sampled],
@@ -55,13 +55,13 @@ class Results:
         self._end_finished(slots_N, tokens_N, now_s)
 
     def fail(self, step: InFlightStep, detail: str, now_s: float) -> None:
-        """Every request of the step ends, and its blocks are not reused."""
+        """Every request of the step ends, and what it computed is not reused."""
         for request in self._spoiled_requests(step):
             self._requests.end_tainted(request, failure("ENGINE_ERROR", detail), now_s)
 
     def run_out_of_memory(self, step: InFlightStep, detail: str, now_s: float) -> None:
-        """The largest prefill ends, or the longest request with a token in the step where there is no prefill; the
-        others wait again. One ends in any case, so this cannot go on for ever."""
+        """End the request with the largest prefill, or the longest one that decoded if there is no prefill; the others
+        are queued again. One ends each time, so this cannot go on forever."""
         requests = self._spoiled_requests(step)
         if not requests:
             return
@@ -80,9 +80,9 @@ class Results:
         return [self._requests.in_slot(slot) for slot in step.slots_A[step.is_live_A(self._slots)].tolist()]
 
     def _spoiled_requests(self, step: InFlightStep) -> list[Request]:
-        """Those of a failed step, those that a later plan has forked off what it should have computed, those that
-        hold what it should have brought back, and those whose rows it had news of: paused ones, which got a block or a
-        copy of one for a plan that was not made after all."""
+        """Requests that a failed step affects: those that were in it; those that hold blocks that it should have
+        brought back from the host; paused ones whose table rows it updated (they got blocks for a plan that was then
+        not made); and those that a later plan has forked from any of these."""
         requests = self._live_requests(step)
         plan = step.plan
         holders = self._requests.blocks.invalidate_copies(plan.copies_out_C2, plan.copies_in_C2)
@@ -93,8 +93,8 @@ class Results:
         ]
 
     def _judge(self, step: InFlightStep, result: StepResult, now_s: float) -> np.ndarray:
-        """bool [N]: the rows whose token counts. Rows of requests that have ended meanwhile are dropped; requests
-        whose logits are not finite end here."""
+        """bool [N]: rows whose token counts. Rows of requests that have left their slot meanwhile are dropped; requests
+        whose logits are not finite, or whose masks forbid every token, end here."""
         is_live_N = step.is_live_A(self._slots)[: step.num_sampled]
         is_good_N: np.ndarray = is_live_N & result.is_finite_S
         if not is_good_N.all():
@@ -106,7 +106,7 @@ class Results:
         return is_good_N
 
     def _end_exhausted(self, slots_N: np.ndarray, now_s: float) -> None:
-        """What the caller forbids leaves no token: the output ends as it is."""
+        """The masks forbid every token: these outputs end as they are, or with an error if they have a grammar."""
         for slot in slots_N.tolist():
             request = self._requests.in_slot(slot)
             self._requests.commit(request)
@@ -116,7 +116,8 @@ class Results:
             self._requests.end(request, ending, now_s)
 
     def _accept(self, slots_N: np.ndarray, tokens_N: np.ndarray, is_good_N: np.ndarray, now_s: float) -> np.ndarray:
-        """Matchers go on by the new tokens. bool [N]: as before, less the rows whose grammar does not take theirs."""
+        """Advance matchers by the new tokens. bool [N]: is_good_N without the rows whose grammar refuses its token,
+        which end here."""
         is_good_N = is_good_N.copy()
         for index in (is_good_N & self._slots.has_grammar_S[slots_N]).nonzero()[0].tolist():
             request = self._requests.in_slot(int(slots_N[index]))
@@ -135,7 +136,7 @@ class Results:
     def _put_embeddings(
         self, step: InFlightStep, result: StepResult, is_good_N: np.ndarray, now_s: float
     ) -> np.ndarray:
-        """bool [N]: the rows whose token counts, without those whose embedding is not finite, which end here."""
+        """bool [N]: is_good_N without the rows whose embedding is not finite, which end here."""
         is_good_N = is_good_N.copy()
         for index, embedding_D in result.embeddings.items():
             if not is_good_N[index]:
@@ -149,7 +150,7 @@ class Results:
         return is_good_N
 
     def _put_tokens(self, slots_N: np.ndarray, tokens_N: np.ndarray, result: StepResult, is_good_N: np.ndarray) -> None:
-        """slots_N, tokens_N: of the good rows. The token after an embedding's prompt is not sent."""
+        """slots_N, tokens_N: of good rows only. The token after an embedding's prompt is not sent."""
         if result.embeddings:
             is_sent_N = np.ones(len(is_good_N), np.bool_)
             is_sent_N[list(result.embeddings)] = False
@@ -166,7 +167,7 @@ class Results:
                 self._requests.outputs.put_logprobs(request.key, sent)
 
     def _put_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
-        """Of chunks that are computed again after a preemption they are sent once."""
+        """Log-probabilities of each position are sent once, even if it is computed again after a preemption."""
         if not result.prompt_logprobs:
             return
         live = set(step.slots_A[step.is_live_A(self._slots)].tolist())
@@ -181,7 +182,7 @@ class Results:
             self._requests.outputs.put_prompt_logprobs(request.key, sent)
 
     def _note_prefilled(self, step: InFlightStep, is_good_N: np.ndarray, now_s: float) -> None:
-        """Rows that ended their prefill in this step, which come after the decodes."""
+        """Note the rows whose prefill ended in this step; they come after the decodes."""
         for index in range(len(step.plan.decode_slots_S), step.num_sampled):
             if is_good_N[index]:
                 request = self._requests.in_slot(int(step.slots_A[index]))
@@ -205,7 +206,7 @@ class Results:
             self._requests.end(request, ending, now_s)
 
     def _find_complete(self, slots_N: np.ndarray) -> np.ndarray:
-        """bool [N]: the output's grammar lets nothing follow."""
+        """bool [N]: whether the output's grammar is complete."""
         is_complete_N = np.zeros(len(slots_N), np.bool_)
         for index in self._slots.has_grammar_S[slots_N].nonzero()[0].tolist():
             matcher = self._requests.in_slot(int(slots_N[index])).matcher
@@ -214,8 +215,8 @@ class Results:
 
 
 class ConstrainedRow(NamedTuple):
-    """A row of a step that waits for its mask. position: in the plan's sampled slots. request: None where it has ended
-    meanwhile. early: tokens to leave out where that is possible."""
+    """A row of a step that waits for its mask. position: in the plan's sampled slots. request: None if it has left its
+    slot meanwhile. early: tokens to leave out of the mask if others remain, as they would end the output too soon."""
 
     position: int
     request: Request | None
@@ -223,9 +224,10 @@ class ConstrainedRow(NamedTuple):
 
 
 class Constraints:
-    """Requests with a grammar: they wait outside of the queue until it is compiled, and rows of theirs wait for masks.
+    """Requests with a grammar: they wait outside the queue until it is compiled, and their rows wait for masks.
 
-    in_flight: the scheduler's, oldest first. Knows no library of grammars, nor how they are compiled.
+    in_flight: the scheduler's steps in flight, oldest first. Must not know the grammar library, nor how grammars are
+    compiled.
     """
 
     def __init__(self, table: RequestTable, in_flight: Sequence[InFlightStep], eos_token_ids: tuple[int, ...]) -> None:
@@ -234,7 +236,8 @@ class Constraints:
         self._eos_token_ids = eos_token_ids
 
     def ready(self, gateway: GatewayIndex, run: Run, matcher: Matcher, *, now_s: float) -> None:
-        """The grammar of these outputs is compiled: those that are still there get a matcher each, and queue."""
+        """The grammar of a Run's outputs is compiled: each one that is still unfinished gets a matcher, and joins the
+        queue if it waited for this."""
         requests = self._outputs(gateway, run)
         for request in requests:
             request.matcher = matcher.fork()
@@ -243,13 +246,13 @@ class Constraints:
                 self._requests.waiting.push(request, now_s)
 
     def failed(self, gateway: GatewayIndex, run: Run, ending: Ending, *, now_s: float) -> None:
-        """It cannot be compiled: all of these outputs end."""
+        """The grammar cannot be compiled: all of the Run's outputs end."""
         for request in self._outputs(gateway, run):
             self._requests.end(request, ending, now_s)
 
     def awaits(self, gateway: GatewayIndex, run: Run) -> bool:
-        """Whether outputs of this very Run were accepted and wait for its grammar. One that is pooled has none: what
-        its Run says of sampling means nothing."""
+        """Whether outputs of this very Run were accepted and wait for its grammar. Pooled requests never do: their
+        Run's sampling parameters are ignored."""
         return any(request.awaits_grammar for request in self._outputs(gateway, run))
 
     @property
@@ -259,7 +262,7 @@ class Constraints:
         return bool(has_grammar_S[step.slots_A[: step.num_sampled]].any())
 
     def rows(self) -> list[ConstrainedRow]:
-        """Of the newest step, whose former tokens must all be known."""
+        """The constrained rows of the newest step. All tokens of earlier steps must be known."""
         step = self._in_flight[-1]
         slots_N = step.slots_A[: step.num_sampled]
         is_live_N = step.is_live_A(self._requests.slots)
@@ -280,6 +283,6 @@ class Constraints:
         return ConstrainedRow(index, request, self._eos_token_ids if sampling.ignore_eos else ())
 
     def _outputs(self, gateway: GatewayIndex, run: Run) -> list[Request]:
-        """Those that are still there. Handles may have been given to another Run meanwhile."""
+        """The Run's unfinished outputs. Its handles may belong to another Run by now."""
         found = [self._requests.find(RequestKey(gateway, handle)) for handle in (run.handle, *run.fork_handles)]
         return [each for each in found if each is not None and each.run is run]

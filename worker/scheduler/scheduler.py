@@ -5,8 +5,8 @@ Pure: it never waits, reads no clock (``now_s`` is passed), and knows no sockets
 
     plan N ── plan N+1 ── apply N ── plan N+2 ── apply N+1 …
 
-A request that turns out to be finished at N has its token of N + 1 dropped. Results must come in the order of the
-plans.
+If a request turns out to have ended at step N, its token of step N + 1 is dropped. Results must come in the order of
+the plans.
 """
 
 import heapq
@@ -34,15 +34,14 @@ from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.results import Constraints, Results
 from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 
-_SLACK = (
-    64  # deadlines of ended requests that are left in the heap anyway, so that a small one is not cleaned each time
-)
+_SLACK = 64  # stale deadlines that are allowed in any case, so that a small heap is rarely cleaned
 _Deadline = tuple[float, int, RequestKey]
-"""When, and whose: a request's order and key."""
+"""Time in seconds, and the request's order and key."""
 
 
 def malformed(run: Run) -> str:
-    """What is wrong with this Run, that no gateway may send; empty: nothing. Its other fields can be read then."""
+    """What is wrong with a Run that no gateway should have sent; empty if it is well formed, so that its other fields
+    can be read."""
     num_tokens, rest = divmod(len(run.prompt_ids), TOKEN_BYTES)
     if rest:
         return f"prompt_ids: {len(run.prompt_ids)} bytes are no int32 array"
@@ -56,8 +55,9 @@ def malformed(run: Run) -> str:
 
 
 def refusal(request: Request, config: SchedulerConfig, *, pool_tokens: int) -> Ending | None:
-    """Why this request can never be served, whatever else runs; None where it can. It is refused before it waits, so
-    that no other request waits behind it. pool_tokens: tokens that the pool holds."""
+    """Why this request can never be served, whatever else runs; None if it can. Such requests are refused before they
+    are queued, so that no other request waits behind them. pool_tokens: tokens that one request can have in the
+    pool."""
     if not request.num_prompt_tokens:
         return failure("INVALID_FIELD", "prompt_ids: the prompt is empty")
     token_ids_T, num_resumed = request.token_ids_T, request.run.num_resumed_tokens
@@ -74,7 +74,7 @@ def refusal(request: Request, config: SchedulerConfig, *, pool_tokens: int) -> E
         return failure("INVALID_FIELD", detail)
     if num_resumed >= request.sampling.max_tokens:
         return failure("INVALID_FIELD", f"num_resumed_tokens: {num_resumed} of {request.sampling.max_tokens}")
-    # The last token of an output needs no place in the pool; of a prompt one free place is asked for all the same.
+    # The last token of an output needs no place in the pool. A prompt without output must still leave one place free.
     return _too_long(len(token_ids_T), config, pool_tokens + 1 if num_resumed else pool_tokens)
 
 
@@ -90,7 +90,7 @@ def _too_long(num_prompt_tokens: int, config: SchedulerConfig, pool_tokens: int)
 class Scheduler:
     """Decides what each step computes. It is the only user of its block manager.
 
-    Raises ValueError where the block manager has fewer slots than ``max_num_seqs``.
+    Raises ValueError if the block manager has fewer slots than ``max_num_seqs``.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -123,27 +123,28 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot and are in the steps."""
+        """Requests that hold a slot and are not paused."""
         return self._requests.num_active
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones among them, and outputs whose prompt another one computes for them."""
+        """Requests without a slot that are not paused: queued (also after a preemption), waiting for a grammar, or
+        following an output of the same prompt."""
         return len(self._requests) - self._requests.num_running - len(self._requests.parked)
 
     @property
     def waiting_since_s(self) -> float | None:
-        """When the request of the queue that has waited longest began to; None where none waits."""
+        """When the queued request that has waited longest began to wait; None if the queue is empty."""
         return self._requests.waiting.waiting_since_s()
 
     @property
     def awaits_grammars(self) -> bool:
-        """Whether nothing can be done before a grammar is compiled: who waits is in no queue."""
+        """Whether nothing can be done until a grammar is compiled: requests wait, but none of them is queued."""
         return bool(self.num_waiting) and not (self._in_flight or self.num_running or len(self._requests.waiting))
 
     @property
     def num_paused(self) -> int:
-        """Requests that are in no step until their callers read on, with a slot or without."""
+        """Requests that are in no step until their callers read again, with or without a slot."""
         return len(self._requests.paused) + len(self._requests.parked)
 
     @property
@@ -153,34 +154,34 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps should be made: any request that is not paused is unfinished, or a step is."""
+        """Whether there are steps to run: a request that is not paused is unfinished, or a step is in flight."""
         return bool(self._in_flight or self.num_running or self.num_waiting)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request and no step is unfinished."""
+        """Whether there is no unfinished request and no step in flight."""
         return not (self._requests or self._in_flight)
 
     @property
     def is_draining(self) -> bool:
-        """New requests are refused."""
+        """Whether new requests are refused."""
         return self._is_draining
 
     @property
     def counters(self) -> SchedulerCounters:
-        """What has been counted so far."""
+        """The counters since the start."""
         return self._requests.counters
 
     @property
     def requests(self) -> RequestTable:
-        """Every unfinished request; to be read by tests and the engine, not to be changed."""
+        """Every unfinished request, for tests and the engine to read, not to change."""
         return self._requests
 
     # ------------------------------------------------------------ events
 
     def add(self, gateway: GatewayIndex, run: Run, *, now_s: float) -> None:
-        """A new request waits, or its refusal is in the next outputs. A handle that is in use is counted and ignored,
-        and all outputs with it."""
+        """Queue a new request, or put its refusal into the next outputs. A Run with a handle that is already in use is
+        counted and ignored as a whole."""
         keys = [RequestKey(gateway, handle) for handle in (run.handle, *run.fork_handles)]
         if any(key in self._requests for key in keys):
             self.counters.num_duplicates += 1
@@ -202,27 +203,27 @@ class Scheduler:
                 self._note_deadline(request, request.deadline_s)
 
     def cancel(self, key: RequestKey, *, now_s: float) -> None:
-        """End a request wherever it is; its blocks are free once no step in flight can touch them. Unknown and
-        finished keys are ignored."""
+        """End a request, whatever its phase; its blocks are free once no step in flight can touch them. Keys of unknown
+        and finished requests are ignored."""
         if request := self._requests.find(key):
             self._requests.end(request, Ending(WireFinishReason.CANCELLED), now_s)
 
     def pause(self, key: RequestKey, *, now_s: float) -> None:
-        """The caller does not read: no step has this request until `resume`. It keeps its blocks until others need
-        its place. Unknown and finished keys are ignored, and those of paused requests."""
+        """The caller does not read: leave this request out of all steps until `resume`. It keeps its slot and blocks
+        until others need them. Keys of unknown, finished and paused requests are ignored."""
         request = self._requests.find(key)
         if request is not None and not request.is_paused:
             self.counters.num_pauses += 1
             self._requests.pause(request, now_s)
 
     def resume(self, key: RequestKey, *, now_s: float) -> None:
-        """A paused request goes on where it was. All other keys are ignored."""
+        """Continue a paused request where it was. All other keys are ignored."""
         request = self._requests.find(key)
         if request is not None and request.is_paused:
             self._requests.resume(request, now_s)
 
     def drop_gateway(self, gateway: GatewayIndex, *, now_s: float) -> None:
-        """Cancel all requests of a gateway that is gone, without a message."""
+        """Cancel all requests of a lost gateway, without messages."""
         self._requests.drop_gateway(gateway, now_s)
 
     def drain(self) -> None:
@@ -230,14 +231,14 @@ class Scheduler:
         self._is_draining = True
 
     def end_all(self, ending: Ending, *, now_s: float) -> None:
-        """End every request, for example at the end of a drain's grace."""
+        """End every request, for example at the end of a drain's grace period."""
         for request in self._requests:
             self._requests.end(request, ending, now_s)
 
     # ------------------------------------------------------------ decisions
 
     def plan(self, *, now_s: float) -> StepPlan | None:
-        """The next step; None where there is nothing to do now, or results must be applied first. Requests whose
+        """The next step; None if there is nothing to do now, or if results must be applied first. Requests whose
         deadline has passed end here, before anything is scheduled for them."""
         self.index_prompts()
         self._expire(now_s)
@@ -256,36 +257,37 @@ class Scheduler:
 
     @property
     def newest_step(self) -> InFlightStep:
-        """Of the last plan that was made, whose result has not been applied."""
+        """The step of the most recent plan, whose result has not been applied."""
         return self._in_flight[-1]
 
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
-        """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
+        """Apply the result of the oldest plan in flight. Returns all news since the last outputs. Raises ValueError for
+        the result of another step."""
         step = self._take_oldest(result.step)
         self._note_costs(step, result, now_s)
         self._results.succeed(step, result, now_s)
         return self._requests.outputs.take()
 
     def index_prompts(self) -> None:
-        """Enter the prompts that the last result completed into the prefix index. To be called once that result's
-        tokens are sent: a thousand tokens of prompts take half a millisecond, by which every stream's tokens would be
-        later. Where it is not called, the next plan or result does it."""
+        """Enter the prompts that the last result completed into the prefix index. Call it after that result's tokens
+        are sent: a thousand prompt tokens take half a millisecond, which would delay every stream. If it is not called,
+        the next plan or result does it."""
         self._results.index_prompts()
 
     def flush(self) -> StepOutputs:
-        """News that came without a result: refusals, cancels, deadlines, starts."""
+        """Take news that came without a result: refusals, cancels, deadlines, starts."""
         return self._requests.outputs.take()
 
     # ------------------------------------------------------------ failed steps
 
     def fail(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
-        """The oldest plan failed: every request in it ends with ENGINE_ERROR, and its blocks are not reused."""
+        """The oldest plan failed: every request in it ends with ENGINE_ERROR, and what it computed is not reused."""
         self._results.fail(self._take_oldest(step), detail, now_s)
         return self._requests.outputs.take()
 
     def fail_out_of_memory(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
-        """The oldest plan did not fit into the device's memory: its largest prefill (without one: its longest
-        request) ends with OUT_OF_MEMORY, the others are computed again."""
+        """The oldest plan did not fit into the device's memory: its largest prefill (or its longest request, if it has
+        no prefill) ends with OUT_OF_MEMORY; the others are computed again."""
         self._results.run_out_of_memory(self._take_oldest(step), detail, now_s)
         return self._requests.outputs.take()
 
@@ -293,7 +295,7 @@ class Scheduler:
 
     def _new_request(self, run: Run, key: RequestKey, index: int, now_s: float) -> Request:
         token_ids_T, sampling = token_ids_of(run), sampling_of(run, index)
-        # Of prompt and output. The last token needs no place in the pool.
+        # Prompt and output together. The last token needs no place in the pool.
         wanted = len(token_ids_T) - run.num_resumed_tokens + sampling.max_tokens
         return Request(
             run=run,
@@ -326,14 +328,14 @@ class Scheduler:
         return None
 
     def _note_deadline(self, request: Request, deadline_s: float) -> None:
-        """Put it into the heap. Deadlines of ended requests are removed once they outnumber those of live ones."""
+        """Push it onto the heap. Deadlines of ended requests are removed once they outnumber those of live ones."""
         if len(self._deadlines) > 2 * len(self._requests) + _SLACK:
             self._deadlines = [each for each in self._deadlines if self._unfinished(each) is not None]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (deadline_s, request.order, request.key))
 
     def _unfinished(self, deadline: _Deadline) -> Request | None:
-        """The request that has this deadline; None where it has ended, though its key may name another one by now."""
+        """The request with this deadline; None if it has ended, even if its key belongs to another request by now."""
         _, order, key = deadline
         request = self._requests.find(key)
         return request if request is not None and request.order == order else None

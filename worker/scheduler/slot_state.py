@@ -3,13 +3,13 @@
     tokens of a row    |--- computed, verified ---|--- in flight ---|--- known, not scheduled ---|--- not yet ---|
                        0                     num_computed     num_scheduled                  num_known        limit
 
-With a step in flight ``num_scheduled`` may reach ``num_known``: the token at that position is still being sampled.
-*Verified* means that a token was sampled after it and its logits were finite. Knows no blocks, no clock, no queue.
+With a step in flight, ``num_scheduled`` may reach ``num_known``: the token at that position is still being sampled. A
+token is *verified* once another has been sampled after it from finite logits. Knows no blocks, no clock, no queue.
 
-Slots that index these arrays are intp: numpy converts any other type in each access, which costs more than the access.
+Slots that index these arrays are intp: numpy converts any other type at each access, which costs more than the access.
 
-Shapes: S slots · L tokens of the longest request · K stop tokens of one request · N rows of this call, or of a step
-those that a token is sampled for · A all rows of a step, the first N of which are sampled
+Shapes: S slots · L tokens of the longest request · K stop tokens of one request · N rows of a call, or rows of a step
+for which a token is sampled · A all rows of a step, of which the first N are sampled
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ NO_TOKEN = -1  # pads rows of stop tokens; no token has this id
 
 
 class SlotState:
-    """Numbers of each slot. All are int32 unless said otherwise.
+    """Numbers of each slot. All are int32 unless stated otherwise.
 
-    token_ids_SL: prompt and output. limit_S: where the output ends at the latest, in tokens of prompt and output.
-    has_grammar_S: bool. first_stop_S: the first position where a stop token counts. stops_KS: padded with NO_TOKEN.
-    generation_S: int64, how many requests have held the slot, so that late results are not taken for its present
-    holder's. handle_S: int64. last_token_s_S: float64. token_ticks_SL: uint32, when each token came
-    (worker/scheduler/request.py); of prompts: anything.
+    token_ids_SL: prompt and output. limit_S: greatest number of tokens, prompt and output together. is_decoding_S,
+    has_grammar_S: bool. first_stop_S: the first position at which a stop token counts. stops_KS: padded with NO_TOKEN.
+    generation_S: int64, changes whenever a request takes or leaves the slot, so that late results are not applied to
+    the slot's next holder. handle_S: int64. last_token_s_S: float64, NaN before the first token. token_ticks_SL:
+    uint32, when each token came, in ticks (worker/scheduler/request.py); undefined for the prompt.
     """
 
     def __init__(self, *, num_slots: int, max_total_tokens: int) -> None:
@@ -48,7 +48,7 @@ class SlotState:
         self.gateway_S = np.zeros(num_slots, np.int32)
         self.handle_S = np.zeros(num_slots, np.int64)
         self.last_token_s_S = np.zeros(num_slots, np.float64)
-        self.num_appends = 0  # so that others see whether any token has come
+        self.num_appends = 0  # so that others see whether there are new tokens
 
     def join(self, slot: Slot, request: Request, *, num_cached_tokens: int, stop_ids: tuple[int, ...]) -> None:
         """A request takes the slot; its cached tokens count as computed."""
@@ -66,8 +66,8 @@ class SlotState:
         self.last_token_s_S[slot] = np.nan if request.last_token_s is None else request.last_token_s
 
     def leave(self, slot: Slot, request: Request) -> None:
-        """The slot is empty, and the request has its tokens and their times itself again. Results of steps in flight
-        are no longer the slot's."""
+        """The request leaves the slot and takes its tokens and their times with it. Results of steps in flight are not
+        applied to the slot any more."""
         request.token_ids_T = self.known_tokens(slot).copy()
         ticks_T = self.token_ticks_SL[slot, : self.num_known_S[slot]]
         request.token_ticks_T = ticks_T[request.num_given_tokens :].copy()
@@ -81,12 +81,12 @@ class SlotState:
         return self.token_ids_SL[slot, : self.num_known_S[slot]]
 
     def decodable(self) -> np.ndarray:
-        """intp: slots whose next token can be scheduled, and will not surely be one too many."""
+        """intp: slots whose next token can be scheduled, and is not known to be past the limit."""
         can_decode_S = self.is_decoding_S & (self.num_scheduled_S + 1 < self.limit_S)
         return can_decode_S.nonzero()[0]
 
     def append(self, slots_N: np.ndarray, tokens_N: np.ndarray, num_computed_N: np.ndarray, now_s: float) -> None:
-        """One sampled token for each of these rows, which verifies what was computed before it."""
+        """Append one sampled token to each of these rows, which verifies what was computed before it."""
         self.num_appends += 1
         num_known_N = self.num_known_S[slots_N]
         self.token_ids_SL[slots_N, num_known_N] = tokens_N
@@ -106,14 +106,14 @@ class SlotState:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class InFlightStep:
-    """A step that is planned and whose result is not known yet, and when it has ended, what became of it.
+    """A planned step whose result is not known yet; once it has ended, also its outcome.
 
     A result belongs to a request only if the slot still has the generation that it had when the step was planned: slots
     change hands while steps are in flight.
 
-    slots_A: intp. num_computed_A: int32, computed tokens of each row once the step is done.
-    planned_s: by the scheduler's clock. launched_s, ended_s: the engine's; ended_s when the result was there.
-    failed: "" or the name of the error that ended it.
+    slots_A: intp. generations_A: int64. num_computed_A: int32, computed tokens of each row once the step is done.
+    planned_s: the now_s that was passed to plan. launched_s, ended_s: set by the engine; ended_s: when the result was
+    there. failed: "", or the name of the error that ended it.
     """
 
     plan: StepPlan
@@ -128,7 +128,7 @@ class InFlightStep:
 
     @classmethod
     def of(cls, plan: StepPlan, slots: SlotState, now_s: float = 0.0) -> "InFlightStep":
-        """Remember which requests hold the slots right after planning, those included that have no tokens in it yet."""
+        """Note which requests hold the slots right after planning, including those that join without tokens in it."""
         sampled = plan.sampled_slots
         others = [chunk.slot for chunk in plan.prefill if not chunk.is_last]
         if plan.new_requests:
@@ -145,18 +145,18 @@ class InFlightStep:
         )
 
     def is_live_A(self, slots: SlotState) -> np.ndarray:
-        """bool [A]: the request that the row was planned for still holds the slot."""
+        """bool [A]: whether the request for which the row was planned still holds the slot."""
         return slots.generation_S[self.slots_A] == self.generations_A
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids of the tokens that end an output with these parameters, sorted."""
+    """Sorted ids of the tokens that end an output with these parameters."""
     return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
 
 
 def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full). Stop strings
-    are the gateway's."""
+    """Two bool [N]: whether the row's last token is a stop token, and whether the row ends (stopped, or at its limit).
+    Stop strings are checked by the gateway."""
     num_known_N = slots.num_known_S[slots_N]
     is_stop_N = (slots.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
     is_stop_N &= num_known_N > slots.first_stop_S[slots_N]
