@@ -1,4 +1,4 @@
-"""Whether every block is where it should be: recounts and audits at moments when they delay no step."""
+"""Checks that every block is accounted for: recounts and audits at moments when they delay no step."""
 
 from collections.abc import Callable
 
@@ -10,23 +10,24 @@ from octavo.worker.scheduler.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
 
-RECOUNT_S = 1.0  # a recount of all blocks is spread over so long while steps are made,
-RECOUNT_LOOK_S = 0.1  # with at least so much between two looks at a part of them
-IDLE_S = 0.25  # without work, after which an audit delays no step,
-IDLE_PER_AUDIT = 50  # and so many times what the last one took: a request that comes right then waits for it
+RECOUNT_S = 1.0  # while there is work, a recount of all blocks is spread over this time,
+RECOUNT_LOOK_S = 0.1  # with at least this much between two looks at a part of them
+IDLE_S = 0.25  # an audit waits until there has been no work for this long,
+IDLE_PER_AUDIT = 50  # and for this many times the last audit's duration: a request that arrives meanwhile has to wait
 AUDITED_AT_WORK = 1 << 14
-"""Blocks that are audited between two steps, in a few milliseconds; larger pools only where there is no work."""
+"""Largest pools, in blocks, that are audited between two steps, in a few milliseconds; larger ones only without work.
+"""
 
 
 class BlockChecks:
     """One per engine.
 
         work       a part of the blocks is recounted now and then; pools of up to AUDITED_AT_WORK blocks are audited
-                   whole every audit_every_steps steps
-        no work    one audit, after a while that is long against what it takes: a request that comes right then waits
+                   as a whole every audit_every_steps steps
+        no work    one audit, after an idle time that is long compared with an audit
 
-    num_leaked, violations: as found last. is_audit_due: something has been done since the last audit; who does it says
-    so here. audit_every_steps 0: recounts alone.
+    num_leaked, violations: as last found. is_audit_due: something has changed since the last audit; set by whoever
+    changes it. audit_every_steps 0: recounts only.
     """
 
     def __init__(self, blocks: BlockManager, clock: Clock, *, audit_every_steps: int) -> None:
@@ -40,16 +41,16 @@ class BlockChecks:
         self._look_every_s = max(RECOUNT_S / len(self._recount), RECOUNT_LOOK_S)
         self._is_small = blocks.config.num_blocks + blocks.config.num_host_blocks <= AUDITED_AT_WORK
         self._looked_s = self._worked_s = clock()
-        self._audit_s = 0.0  # that the last one took
+        self._audit_s = 0.0  # duration of the last audit
 
     def note_step(self, num_steps: int) -> None:
-        """The step of this number has ended."""
+        """A step has ended, the num_steps-th since the start."""
         self.is_audit_due = True
         if self._every and num_steps % self._every == 0 and self._is_small:
             self.audit()
 
     def look(self, scheduler: Scheduler) -> None:
-        """Between two steps: what is due."""
+        """Do what is due. To be called between two steps."""
         now_s = self._clock()
         if scheduler.has_work:
             self._worked_s = now_s
@@ -64,7 +65,7 @@ class BlockChecks:
                 self._count(self._recount.look_at_all)
 
     def audit(self) -> tuple[str, ...]:
-        """Recount everything now; what is wrong, which is logged once."""
+        """Recount everything now. Returns the violations, which are logged if they differ from the last ones."""
         began_s = self._clock()
         audit, former = self._blocks.audit(), self.violations
         self._audit_s = self._clock() - began_s
@@ -79,4 +80,4 @@ class BlockChecks:
         if self._recount.num_leaked < former:
             self.num_leaked = self._recount.num_leaked
         elif self._recount.num_leaked > former:
-            self.audit()  # which names them
+            self.audit()  # it names the leaked blocks

@@ -1,8 +1,7 @@
 """The engine loop: messages to the scheduler, steps to the runner, outputs to the gateways.
 
 It decides nothing (the scheduler does) and knows no sockets (`worker.engine.interfaces`), tensors or text. One thread
-owns it; ``num_steps`` and ``stats`` may be read from any thread, ``request_drain`` and ``request_stop`` be called from
-any.
+owns it; other threads may read ``num_steps`` and ``stats`` and call ``request_drain`` and ``request_stop``.
 """
 
 from collections import deque
@@ -38,11 +37,11 @@ from octavo.worker.scheduler.slot_state import InFlightStep
 
 
 class StepPipeline:
-    """The steps that the runner has, up to ``runner.max_in_flight``.
+    """The steps launched on the runner, up to ``runner.max_in_flight``.
 
-        plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► on_end(step, outputs)
+        plan ──► launch ──► (masks, if an output has a grammar) ──► collect ──► on_end(step, outputs)
 
-    on_end: called with each step that has ended, in order, and with what it gave to each gateway.
+    on_end: called with each step that has ended, in order, and with its outputs by gateway.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class StepPipeline:
         self._clock = clock
         self._on_end = on_end
         self._launched: deque[InFlightStep] = deque()
-        self._awaits_masks = False  # the newest launched step does
+        self._awaits_masks = False  # whether the newest launched step waits for masks
 
     def __len__(self) -> int:
         return len(self._launched)
 
     def launch_ahead(self) -> None:
-        """As many as the runner takes and the scheduler plans."""
+        """Launch as many steps as the runner takes and the scheduler plans."""
         while len(self._launched) < self._runner.max_in_flight and not self._awaits_masks:
             plan = self._scheduler.plan(now_s=self._clock())
             if plan is None:
@@ -83,8 +82,8 @@ class StepPipeline:
             self._constrain()
 
     def collect(self) -> None:
-        """Wait for the oldest step and hand its outputs to `on_end`. Masks that its tokens allow to be made go before
-        that: the device waits for them."""
+        """Wait for the oldest step and hand its outputs to `on_end`. Masks that depend on its tokens are made first,
+        since the device waits for them."""
         step = self._launched.popleft()
         try:
             result = self._runner.collect()
@@ -97,14 +96,14 @@ class StepPipeline:
         self._on_end(step, outputs)
 
     def _constrain(self) -> None:
-        """Masks for the newest step, once the tokens of all former ones are known: until then the device is busy with
-        the rest of it."""
+        """Make the masks of the newest step once the tokens of all earlier ones are known. Until then the device is
+        busy with the rest of the step."""
         if self._awaits_masks and len(self._launched) == 1 and self._grammars is not None:
             self._awaits_masks = False
             self._runner.constrain(self._grammars.masks(self._scheduler, self._clock()))
 
     def _fail_launch(self, error: RunnerError) -> None:
-        """The newest plan did not start: what was launched before it is collected first, for it is good."""
+        """The newest plan did not start: collect the steps launched before it first, since they are good."""
         refused = self._launched.pop()
         while self._launched:
             self.collect()
@@ -119,8 +118,8 @@ class StepPipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """epoch: of this life of the process. audit_every_steps: 1 always, 0 never, also not where there is no work.
-    idle_wait_s: bound of one wait."""
+    """epoch: identifies this run of the process. audit_every_steps: 1: after every step; 0: never, not even without
+    work. idle_wait_s: longest wait for messages at a time."""
 
     epoch: str
     audit_every_steps: int = 1000
@@ -187,7 +186,7 @@ class Engine:
                 self._grammars.close()
 
     def step(self) -> None:
-        """Everything that can be done now; blocks only while the device works."""
+        """Do everything that can be done now. Blocks only while the device works."""
         for gateway, message in self._inbox.drain():
             self._handle(gateway, message)
         if self._grammars is not None and self._grammars.waiting:
@@ -195,7 +194,7 @@ class Engine:
         self._apply_drain()
         if self._scheduler.has_work and not self.stats.has_work:
             running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
-            # Should this very step hang, the watchdog must know that there was work.
+            # If this very step hangs, the watchdog must know that there was work.
             self.stats = self.stats._replace(num_running=running, num_waiting=waiting, awaits_grammars=False)
         self._pipeline.launch_ahead()
         if len(self._pipeline):
@@ -209,21 +208,22 @@ class Engine:
 
     @property
     def is_done(self) -> bool:
-        """Stopped, or drained with nothing left."""
+        """Whether it has been stopped, or is drained with nothing left to do."""
         is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not len(self._pipeline)
         return self._is_stopping or is_drained
 
     @property
     def has_kv_events(self) -> bool:
-        """A gateway has not got yet all that is cached here: there is more to do than `has_work` says."""
+        """Whether a gateway has not received all of the cache's contents yet: work that `has_work` does not count."""
         return self._kv_events.is_due
 
     def request_drain(self, grace_s: float) -> None:
-        """Take no new requests, finish the others within ``grace_s`` seconds, then end."""
+        """Refuse new requests, finish the others within ``grace_s`` seconds, then end. What is left by then ends with
+        DRAINING."""
         self._wanted_grace_s = grace_s
 
     def request_stop(self) -> None:
-        """End after the present step; what still runs is lost."""
+        """End after the current step; unfinished requests are lost."""
         self._is_stopping = True
 
     # ------------------------------------------------------------ messages
@@ -299,7 +299,7 @@ class Engine:
     # ------------------------------------------------------------ outputs
 
     def _step_ended(self, step: InFlightStep, outputs: StepOutputs) -> None:
-        """Its tokens leave before it is counted and audited."""
+        """Send the step's tokens before it is audited and reported."""
         self.num_steps += 1
         self._send(outputs)
         plan = step.plan
@@ -325,7 +325,7 @@ class Engine:
                 self._observer.on_finished(finished)
 
     def _snapshot(self) -> EngineStats:
-        """Gauges and counters as they are now; leaks and violations as they were found last."""
+        """Gauges and counters as they are now; leaks and violations as last found."""
         counters = self._scheduler.counters
         return EngineStats(
             num_steps=self.num_steps,
@@ -359,7 +359,7 @@ class Engine:
 
 
 def _host_blocks(found: HostBlockMap | None) -> HostBlocks | None:
-    """As a message; None where there is no second tier."""
+    """The host map as a message; None if there is no second tier."""
     if found is None:
         return None
     return HostBlocks(

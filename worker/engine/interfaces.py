@@ -1,7 +1,7 @@
-"""What goes into the engine and what comes out of it: messages, and the protocols of transport, clock and observers.
+"""The engine's inputs and outputs: messages, and the protocols of transport, clock and observers.
 
-The engine and its scheduler know no sockets; `worker.transport.link` implements these over ZeroMQ, tests by plain
-lists.
+The engine and its scheduler know no sockets; `worker.transport.link` implements these protocols over ZeroMQ, tests with
+plain lists.
 """
 
 from dataclasses import dataclass
@@ -25,24 +25,24 @@ from octavo.worker.scheduler.plan import GatewayIndex, GatewayOutput
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """The gateway is gone (connection lost, or restarted under a new id): all its requests are cancelled silently."""
+    """The gateway is lost (disconnected, or restarted with a new id): all its requests are cancelled silently."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayJoined:
-    """A gateway has welcomed this worker, and does not know yet what is cached here."""
+    """A gateway has welcomed this worker. It does not know yet what is cached here."""
 
 
 InboxMessage = Run | Cancel | Pause | Resume | AdminQuery | Drain | GatewayJoined | GatewayLost
-"""What reaches the engine. Welcome, Refused and NeedTokenizer are the link's own business."""
+"""Messages that reach the engine. The link handles Welcome, Refused and NeedTokenizer itself."""
 
 OutboxMessage = StepOutput | KvEvents | AdminReply | Leaving
-"""What the engine sends. Register, TokenizerBundle and Heartbeat are the link's own business."""
+"""Messages that the engine sends. The link sends Register, TokenizerBundle and Heartbeat itself."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LinkStats:
-    """Counters of the link to the gateways since the start, over all of them."""
+    """Counters of the link since the start, summed over all gateways."""
 
     received_messages: int = 0
     received_bytes: int = 0
@@ -50,7 +50,7 @@ class LinkStats:
     sent_bytes: int = 0
     undecodable_frames: int = 0
     unexpected_messages: int = 0  # before the welcome, or of another epoch
-    dropped_messages: int = 0  # for gateways that were not there
+    dropped_messages: int = 0  # for gateways that were not connected
     gateways_lost: int = 0
 
 
@@ -58,7 +58,7 @@ class Inbox(Protocol):
     """Messages from the gateways, in order of arrival per gateway."""
 
     def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
-        """All messages that are here now, possibly none. Never blocks."""
+        """All messages that have arrived, possibly none. Never blocks."""
 
     def wait(self, timeout_s: float) -> None:
         """Return as soon as ``drain`` may have something (or another thread woke it), at the latest after
@@ -66,18 +66,18 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
-    """Messages to the gateways. Neither method blocks; what cannot be delivered is dropped and counted by the link,
-    which then reports the gateway as lost."""
+    """Messages to the gateways. Neither method blocks; the link drops and counts what it cannot deliver, and then
+    reports the gateway as lost."""
 
     def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """To one gateway. Unknown or lost gateways are no error."""
+        """Send to one gateway. It is no error if that is unknown or lost."""
 
     def put_all(self, message: OutboxMessage) -> None:
-        """To every registered gateway."""
+        """Send to every registered gateway."""
 
 
 class Clock(Protocol):
-    """Monotonic seconds; only differences mean anything."""
+    """Monotonic seconds; only differences are meaningful."""
 
     def __call__(self) -> float: ...
 
@@ -86,9 +86,9 @@ class Clock(Protocol):
 class StepReport:
     """One finished step, for metrics. Durations in seconds.
 
-    step_s: from launch to the end of collect, so with two steps in flight it includes waiting for the former.
-    host_s: from then on: applying the result, the masks of the next step, and sending (no device time).
-    failed: "" or the name of the error that ended the step.
+    step_s: from launch to the end of collect, so with two steps in flight it includes waiting for the earlier one.
+    host_s: from then on: applying the result, making the next step's masks, and sending (no device time).
+    failed: "", or the name of the error that ended the step.
     """
 
     step: int
@@ -101,11 +101,11 @@ class StepReport:
 
 
 class EngineStats(NamedTuple):
-    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`. A tuple, as it is made
-    at every step.
+    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`. A tuple because one is
+    made at every step.
 
-    waiting_since_s: by the engine's clock, of the request that has waited longest; None where none waits.
-    awaits_grammars: as the scheduler has it.
+    waiting_since_s: by the engine's clock, of the request that has waited longest; None if none waits.
+    awaits_grammars: see `Scheduler.awaits_grammars`.
     """
 
     num_steps: int = 0
@@ -119,13 +119,13 @@ class EngineStats(NamedTuple):
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
-    num_active_blocks: int = 0  # less those that leaked
+    num_active_blocks: int = 0  # without leaked ones
     num_leaked_blocks: int = 0  # at the last recount
     num_violations: int = 0  # of the last audit
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_preemptions: int = 0
-    num_swaps: int = 0  # of them
+    num_swaps: int = 0  # preemptions in which blocks went to the host
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     num_cached_host_blocks: int = 0
@@ -138,13 +138,13 @@ class EngineStats(NamedTuple):
 
     @property
     def has_work(self) -> bool:
-        """Whether steps should advance: for paused requests there are none, nor before a grammar is compiled, which
-        has a bound of its own."""
+        """Whether steps should advance. There are none for paused requests, nor while all requests wait for grammars,
+        whose compilation has its own time limit."""
         return bool(self.num_running or self.num_waiting or self.num_in_flight) and not self.awaits_grammars
 
 
 class Observer(Protocol):
-    """Called by the engine, in its own thread; must not block."""
+    """Called by the engine in its thread; must not block."""
 
     def on_step(self, report: StepReport) -> None:
         """A step ended."""
@@ -164,7 +164,7 @@ class NullObserver:
 
 
 def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> StepOutput:
-    """One gateway's news as a message."""
+    """The message with one gateway's part of a step's result."""
     return StepOutput(
         epoch=epoch,
         seq=seq,

@@ -1,4 +1,4 @@
-"""The prefix cache's changes as KV events for the gateways."""
+"""Publishes changes of the prefix cache to the gateways as KV events."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 from octavo.worker.engine.interfaces import Outbox
 from octavo.worker.scheduler.plan import GatewayIndex
 
-MAX_EVENTS_PER_MESSAGE = 512  # some milliseconds of the gateway's loop, and far from what a frame may hold
+MAX_EVENTS_PER_MESSAGE = 512  # a few milliseconds of the gateway's loop, and well below the limit of a frame
 MAX_PART_BLOCKS = 256  # 1 to 3 ms of the engine's thread
 _RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
 
 
 class KvEventPublisher:
-    """Sends gateways what is cached here: every change at once, and to those that join all the rest, in parts of a
-    bounded size, one a step.
+    """Tells gateways what is cached here: every change at each step, and to a gateway that joins everything else, in
+    parts of bounded size, one per step.
 
-    A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they
-    like (`blockmgr.changes`). Gateways that join together take turns: a step never waits for more than one part.
-    epoch: of this life of the process.
+    A part says what is cached when it is taken, and changes go to every gateway, so it does not matter how long the
+    parts take (`blockmgr.changes`). Gateways that join together take turns: a step never waits for more than one part.
+    epoch: identifies this run of the process.
     """
 
     def __init__(self, blocks: BlockManager, outbox: Outbox, *, epoch: str) -> None:
@@ -32,11 +32,11 @@ class KvEventPublisher:
 
     @property
     def is_due(self) -> bool:
-        """Whether a gateway has not got everything yet."""
+        """Whether a gateway has not received everything yet."""
         return bool(self._walks)
 
     def begin(self, gateway: GatewayIndex) -> None:
-        """It knows nothing, or what is no longer so. What has changed before is sent first, to the others."""
+        """A gateway joins: it knows nothing, or outdated contents. Changes so far are sent before it starts over."""
         self._publish_changes()
         self._walks.pop(gateway, None)
         if self._blocks.num_indexed:
@@ -44,11 +44,11 @@ class KvEventPublisher:
             self._put(gateway, [BlockEvent(kind=EventKind.CLEARED)])
 
     def end(self, gateway: GatewayIndex) -> None:
-        """The gateway is gone. Idempotent."""
+        """A gateway is lost. Idempotent."""
         self._walks.pop(gateway, None)
 
     def publish(self) -> None:
-        """All changes since the last call to every gateway, and then a part to the one that has waited longest."""
+        """Send all changes since the last call to every gateway, then a part to the one that has waited longest."""
         self._publish_changes()
         if not self._walks:
             return
@@ -68,7 +68,7 @@ class KvEventPublisher:
 
 
 def kv_events(events: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
-    """Changes of the prefix cache, in messages of a bounded size."""
+    """Changes of the prefix cache, in messages of bounded size."""
     for begin in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
         some = events[begin : begin + MAX_EVENTS_PER_MESSAGE]
         yield KvEvents(epoch=epoch, events=tuple(_kv_event(event) for event in some))
