@@ -1,4 +1,4 @@
-"""Who owns which KV block: pool, prefix index, block tables, events, audit. Pure Python and numpy."""
+"""Tracks who owns which KV block: pool, prefix index, block tables, events, audit. Pure Python and numpy."""
 
 from octavo.blockmgr.audit import BlockAudit
 from octavo.blockmgr.changes import BlockEvent, EventKind

@@ -1,7 +1,7 @@
-"""Recount everything from scratch and name what does not agree.
+"""Recounts everything from scratch and names what does not agree.
 
-It must not repair anything, and uses no counter that it checks. Legend: S slots · M table width · P blocks (ids below
-the pool's own too).
+It must not repair anything, nor use a counter that it checks. Legend: S slots · M table width · P blocks (including
+ids below the pool's own) · B blocks of one part.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,15 @@ from octavo.blockmgr.prefix_index import Chain
 from octavo.blockmgr.tables import UNSET, CopyQueue, SlotTables
 
 PART_BLOCKS = 1 << 17
-"""That one look of a recount counts: they take a millisecond."""
+"""Blocks that one look of a recount counts, in about a millisecond."""
 _MAX_NAMED = 8  # blocks or slots listed in one violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAudit:
-    """Counts as found, and what is wrong: empty where all is well. Of the device's blocks where a name does not say
-    otherwise.
+    """Counts as found, and violations; none if all is well. Counts are of the device's blocks unless stated otherwise.
 
-    num_leaked: blocks of either tier that are in no place at all, or have more references than holders.
+    num_leaked: blocks of either tier that have no state at all, or have more references than holders.
     """
 
     num_blocks: int
@@ -39,7 +38,7 @@ class BlockAudit:
 def audit_blocks(
     pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue, chains: dict[int, Chain]
 ) -> BlockAudit:
-    """Look at everything; O(blocks + table), no Python per block while all is well."""
+    """Check everything. O(blocks + table), without Python per block as long as all is well."""
     holders = ((pool, _holders(tables, copies)), (host.pool, _host_holders(host)))
     refs_P, host_refs_P = (_count(each, held_by) for each, held_by in holders)
     violations = [*_check_rows(pool, tables), *_check_copies(pool, copies), *_check_moves(pool, host)]
@@ -59,9 +58,9 @@ def audit_blocks(
 
 
 class Recount:
-    """`BlockAudit.num_leaked`, found some blocks at a time: each look takes the next PART_BLOCKS, so that none takes
-    longer than a millisecond or two however large the pools are. A part is counted as it is at that moment, so the
-    parts need not be of one moment.
+    """`BlockAudit.num_leaked`, found some blocks at a time: each look counts the next PART_BLOCKS, so that none takes
+    longer than a millisecond or two, however large the pools are. Each part is counted by itself, so the parts need not
+    be counted at the same time.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue) -> None:
@@ -75,12 +74,12 @@ class Recount:
         self._next = 0
 
     def __len__(self) -> int:
-        """Looks that it takes to see every block."""
+        """Looks needed to count every block."""
         return len(self._parts)
 
     @property
     def num_leaked(self) -> int:
-        """Of all parts, each as it was found last."""
+        """Leaked blocks of all parts, as last found."""
         return sum(self._found)
 
     def look_at_all(self) -> None:
@@ -97,7 +96,7 @@ class Recount:
 
 
 def _num_leaked(pool: BlockPool, holders: np.ndarray, begin: int, end: int) -> int:
-    """Of the blocks from begin to end, which are the pool's. holders: a block for each reference to it."""
+    """Leaked blocks among those from begin to end, all of the pool. holders: a block id for each reference."""
     refs_B = np.bincount(holders[(holders >= begin) & (holders < end)] - begin, minlength=end - begin)
     is_somewhere_B = (refs_B > 0) | pool.is_blank(begin, end) | pool.lru.stands(begin, end)
     held = pool.fence.to_array()
@@ -119,8 +118,8 @@ def _count(pool: BlockPool, blocks: np.ndarray) -> np.ndarray:
 
 
 def _holders(tables: SlotTables, copies: CopyQueue) -> np.ndarray:
-    """A block for each reference that a row or a queued copy has."""
-    width = int(tables.num_blocks_S.max(initial=0))  # what is set beyond a row's length is a violation of its own
+    """A block id for each reference of a row or a queued copy."""
+    width = int(tables.num_blocks_S.max(initial=0))  # ids beyond a row's length are a violation of their own
     rows_SM = tables.table_SM[tables.is_live_S, :width]
     return np.concatenate([rows_SM.ravel(), np.array(copies.sources, np.int32)])
 
@@ -135,7 +134,7 @@ def _ids(pool: BlockPool) -> tuple[int, int]:
 
 
 def _count_places(pool: BlockPool, refs_P: np.ndarray) -> np.ndarray:
-    """In how many of blank, cached, deferred, referenced each block is."""
+    """How many of the states blank, cached, deferred and referenced each block has."""
     places = [pool.blank_blocks(), pool.lru.to_array(), pool.fence.to_array(), np.flatnonzero(refs_P)]
     return _count(pool, np.concatenate(places))
 

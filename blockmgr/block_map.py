@@ -1,4 +1,4 @@
-"""What every block is, for people to look at. Must not know who asks.
+"""The state of every block, for people to look at. Must not know who asks.
 
 Legend: P blocks · C cells · H blocks of the host, from 0.
 """
@@ -13,7 +13,7 @@ from octavo.blockmgr.pool import BlockPool
 
 
 class BlockState(IntEnum):
-    """The numbers are those of octavo.v1.BlockState."""
+    """The numbers equal those of octavo.v1.BlockState."""
 
     FREE = 1
     CACHED = 2
@@ -22,18 +22,18 @@ class BlockState(IntEnum):
 
 
 class HostBlockState(IntEnum):
-    """The numbers are those of octavo.v1.HostBlockState."""
+    """The numbers equal those of octavo.v1.HostBlockState."""
 
     FREE = 1
     CACHED = 2
     SWAPPED = 3  # of a preempted request
-    COPYING = 4  # on its way out or back, or waits for steps in flight
+    COPYING = 4  # being copied to or from the host, or waiting for steps in flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMap:
-    """cells_C: uint8, a BlockState each: cell c stands for blocks [c·blocks_per_cell, (c+1)·blocks_per_cell), of which
-    the last has what is left. num_shared: blocks that are SHARED."""
+    """cells_C: uint8, a BlockState each; cell c is for blocks [c·blocks_per_cell, (c+1)·blocks_per_cell), the last one
+    for the remaining blocks. num_shared: blocks that are SHARED."""
 
     blocks_per_cell: int
     cells_C: np.ndarray
@@ -42,7 +42,7 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBlockMap:
-    """cells_C: as BlockMap's, a HostBlockState each. Blocks that are none of these kinds are COPYING."""
+    """cells_C: as in BlockMap, but a HostBlockState each. Blocks that are not FREE, CACHED or SWAPPED are COPYING."""
 
     num_blocks: int
     num_free: int
@@ -53,8 +53,8 @@ class HostBlockMap:
 
 
 def map_blocks(pool: BlockPool, max_cells: int) -> BlockMap:
-    """O(blocks), without Python per block. A cell has the highest state that any of its blocks has, so that nothing
-    that is in use is hidden. ValueError for no cells."""
+    """O(blocks), without Python per block. A cell has the highest state of its blocks, so that blocks in use are never
+    hidden. Raises ValueError if max_cells is below 1."""
     if max_cells < 1:
         raise ValueError(f"a map of {max_cells} cells")
     states_P = np.full(pool.num_blocks, BlockState.ACTIVE, np.uint8)
@@ -67,8 +67,8 @@ def map_blocks(pool: BlockPool, max_cells: int) -> BlockMap:
 
 
 def map_host_blocks(tier: HostTier, max_cells: int) -> HostBlockMap | None:
-    """The same of the second tier; None where there is none. A block that is to be copied is COPYING, whoever has it:
-    what it holds is not there yet, or leaves."""
+    """The same for the second tier; None if there is none. A block in a queued copy is COPYING, whoever holds it: its
+    content is not there yet, or is about to leave."""
     if max_cells < 1:
         raise ValueError(f"a map of {max_cells} cells")
     pool = tier.pool
@@ -94,6 +94,6 @@ def map_host_blocks(tier: HostTier, max_cells: int) -> HostBlockMap | None:
 
 
 def _cells(states_P: np.ndarray, max_cells: int) -> tuple[int, np.ndarray]:
-    """How many blocks a cell stands for, and the cells: each is the highest of its blocks."""
+    """Blocks per cell, and the cells: each has the highest state of its blocks."""
     blocks_per_cell = max(1, -(-len(states_P) // max_cells))
     return blocks_per_cell, np.maximum.reduceat(states_P, np.arange(0, len(states_P), blocks_per_cell))

@@ -1,4 +1,4 @@
-"""What a listener is told of the prefix cache: a change of it, or all that is in it while it goes on changing.
+"""What listeners learn about the prefix cache: its changes, and its whole content while it keeps changing.
 
 Must not know how a block is found, nor who listens.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from octavo.blockmgr.ids import Tier
 
-LOOK_AHEAD = 16  # parts of a walk that are sorted at once: one pass over all entries for so many
+LOOK_AHEAD = 16  # parts of a walk that are sorted at once, in one pass over all entries
 
 
 class EventKind(Enum):
-    """What became of a block."""
+    """What happened to a block."""
 
     STORED = "stored"
     REMOVED = "removed"
@@ -25,7 +25,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
-    """One change of the prefix index. STORED for a block that is known already: it is on another tier now.
+    """One change of the prefix index. STORED for a known block means that it is on another tier now.
 
     parent_hash: empty for the first block of a chain, so that the secret root stays secret.
     token_ids: int32, little-endian, block_size of them; STORED only, as are parent_hash, salt and tier.
@@ -40,33 +40,34 @@ class BlockEvent:
 
 
 class WalkedIndex(Protocol):
-    """The part of a PrefixIndex that a walk reads. entry_P: of each block; below 1 for those that are not in it.
-    digest_of: of each block that is in it; block_of: the block of each digest."""
+    """The part of a PrefixIndex that a walk reads. entry_P: entry number of each block; below 1 if it is not in the
+    index. digest_of: digest of each block in the index. block_of: block of each digest."""
 
     entry_P: np.ndarray
     digest_of: list[bytes | None]
     block_of: dict[bytes, int]
 
     def stored_event(self, block: int) -> BlockEvent:
-        """STORED for an indexed block."""
+        """The STORED event for an indexed block."""
 
 
 class IndexWalk:
-    """Gives one listener everything that is in the index, in parts, while the index goes on changing.
+    """Lists everything that is in the index for one listener, in parts, while the index keeps changing.
 
-    Parts come in the order of entries, parents before children, and each says what is in the index when it is taken.
-    A listener that gets every change as well has the whole index at the end: what entered behind the walk comes with
-    it, perhaps again; what left before its turn does not come, and what left after it came as a change. An entry that
-    another block takes over keeps its turn: the listener may not have known its parent when it came as a change.
+    Parts are in the order of entries, parents before children, and each says what is in the index when it is taken. A
+    listener that also gets every change has the whole index at the end. Entries that are added meanwhile have higher
+    numbers, so the walk reaches them too, perhaps a second time for the listener. Those that are removed before their
+    turn are left out; those that are removed later are removed by a change. An entry that moves to another block keeps
+    its turn, since the listener may not have known its parent when the change came.
     """
 
     def __init__(self, index: WalkedIndex) -> None:
         self._index = index
-        self._last_entry = 0  # of those that were sorted; entries begin at 1
+        self._last_entry = 0  # the last one that was sorted; entries begin at 1
         self._ahead: deque[tuple[int, bytes]] = deque()  # (entry, digest), in order
 
     def take(self, max_blocks: int) -> list[BlockEvent]:
-        """STORED for the next blocks, at most max_blocks. Fewer: the end is reached, for now."""
+        """STORED events for the next blocks, at most max_blocks. If there are fewer, the end is reached for now."""
         index, events = self._index, list[BlockEvent]()
         while len(events) < max_blocks:
             if not self._ahead and not self._sort(LOOK_AHEAD * max_blocks):
@@ -78,7 +79,7 @@ class IndexWalk:
         return events
 
     def _sort(self, max_blocks: int) -> bool:
-        """Look up the next entries. Whether there are any."""
+        """Look up the next entries, at most max_blocks. Returns whether there are any."""
         entry_P = self._index.entry_P
         blocks = np.flatnonzero(entry_P > self._last_entry)
         if len(blocks) > max_blocks:

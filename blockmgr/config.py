@@ -1,4 +1,4 @@
-"""Settings of a block manager, read once at the edge."""
+"""Settings of a block manager."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from octavo.blockmgr.ids import PrefixCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockManagerConfig:
-    """What a block manager is made for; ValueError names the field that makes no sense.
+    """Raises ValueError that names an invalid field.
 
     num_blocks: usable blocks of the device, ids 0 to num_blocks - 1.
-    num_host_blocks: blocks of the second tier, in host memory; 0: there is none.
-    max_copies_in: blocks that one plan brings back from the host, at most.
+    num_host_blocks: blocks of the second tier, in host memory; 0: no second tier.
+    max_copies_in: most blocks that one plan brings back from the host.
     block_size: tokens per block.
     max_slots: requests that can hold blocks at once (rows of the table).
     max_blocks_per_slot: width of a row: the longest request has max_blocks_per_slot * block_size tokens.
-    fingerprint: of the model and everything else that changes what a token's keys and values are.
-    secret: key of the hash chain's root; empty means that one is drawn, so that hashes cannot be predicted.
-    max_events: changes kept for `take_events`; beyond it they are replaced by one snapshot.
+    fingerprint: of the model and everything else that affects a token's keys and values.
+    secret: key of the hash chain's root; empty: a random one, so that hashes cannot be predicted.
+    max_events: changes kept for `take_events`; if there are more, one snapshot replaces them.
     """
 
     num_blocks: int

@@ -1,10 +1,10 @@
-"""What the block manager refuses. Every refusal leaves everything as it was."""
+"""Refusals of the block manager. Every refusal leaves everything as it was."""
 
 
 class OutOfBlocks(Exception):
-    """Fewer blocks can be had than were asked for.
+    """There are fewer blocks than were requested.
 
-    wanted: blocks asked for. free: blocks that could be had, unused cached ones included.
+    wanted: blocks requested. free: blocks available, including unused cached ones.
     """
 
     def __init__(self, *, wanted: int, free: int) -> None:

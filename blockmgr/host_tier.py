@@ -1,11 +1,11 @@
 """The second tier: blocks in host memory, and the copies between them and the device's.
 
-    a plan         copies out, in order ── copy on write ── tokens ── copies in (before the next plan's tokens)
-    a device block    may be handed out by the very plan that copies it out
-    a host block      may be copied from by a plan as soon as its copy out is queued
+    a plan            copies out, in order ── copy on write ── tokens ── copies in (before the next plan's tokens)
+    a device block    may be reused by the very plan that copies it out
+    a host block      may be copied in by a plan as soon as the copy out that fills it is queued
 
-A block is *awaited* while its copy in is queued: no plan has it, so no step may read it yet. What preempted requests
-have left here is kept under their ids. It must not know rows, nor what a request is.
+A device block is *awaited* while the copy into it is queued: no plan has this copy yet, so no step may read the block.
+Blocks of preempted requests are kept under the requests' ids. It must not know rows, nor what a request is.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ from octavo.blockmgr.tables import NO_COPIES, CopyQueue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedRequest:
-    """All that a preempted request had on the device. blocks: of the host, int32, head first; this owns one reference
-    to each. num_tokens: how many they hold."""
+    """The blocks of a preempted request. blocks: host blocks, int32, head first; this owns one reference to each.
+    num_tokens: how many tokens they hold."""
 
     blocks: np.ndarray
     chain: Chain
@@ -30,10 +30,10 @@ class SwappedRequest:
 
 
 class HostTier:
-    """Host blocks, copies and swapped requests. num_copied_out, num_copied_in: blocks that plans were given so far.
+    """Host blocks, copies and swapped requests. num_copied_out, num_copied_in: blocks in copies taken so far.
 
-    swapped: by request id. outs: device block by host block that it goes to, for the next plan. ins: copies from host
-    to device blocks; the queue owns a reference to each source.
+    swapped: by request id. outs: copies for the next plan, from host block to the device block that is copied to it.
+    ins: copies from host to device blocks; the queue owns a reference to each source.
     """
 
     def __init__(self, device: BlockPool, pool: BlockPool, index: PrefixIndex, *, max_copies_in: int) -> None:
@@ -43,8 +43,8 @@ class HostTier:
         self.is_awaited_P = np.zeros(device.num_blocks, np.bool_)
         self.swapped: dict[str, SwappedRequest] = {}
         self.num_copied_out = self.num_copied_in = 0
-        self._taken_C2 = NO_COPIES  # (host, device), in, for the plan that is begun next
-        self._under_way: deque[np.ndarray] = deque()  # the same of each plan in flight
+        self._taken_C2 = NO_COPIES  # copies in, (host, device), of the plan that begins next
+        self._under_way: deque[np.ndarray] = deque()  # the same for each plan in flight
         self._device = device
         self._index = index
         self._max_copies_in = max_copies_in
@@ -52,8 +52,8 @@ class HostTier:
     # ------------------------------------------------------------ out
 
     def offload(self, victims: np.ndarray) -> None:
-        """Carry cached device blocks, int32, over before they are handed out: as many as there is room for, of the
-        victims those that were used last."""
+        """Move cached device blocks, int32, to the host before they are handed out. If there is room for only some of
+        them, these are the ones used last."""
         num = min(len(victims), self.pool.num_available)
         if not num:
             return
@@ -62,12 +62,13 @@ class HostTier:
         for source, target in zip(latest.tolist(), blocks.tolist(), strict=True):
             self._index.move(source, target)
             self._queue_out(source, target)
-        self.pool.drop(blocks)  # least recently used first, as they were there
+        self.pool.drop(blocks)  # least recently used first, as in the device's pool
 
     def swap_out(self, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int) -> None:
-        """Copy a row's device blocks, int32, which the caller releases afterwards. OutOfBlocks.
+        """Copy a row's device blocks, int32, to the host. The caller releases them afterwards. Raises OutOfBlocks.
 
-        origins: where the content of each is now. The entry of a block that no other slot holds goes with it.
+        origins: the block that has the content of each one now. The index entry of a block that no other slot holds
+        moves with it.
         """
         is_awaited = self.is_awaited_P[blocks]
         sources = np.array([self.ins.origin(block) for block in blocks[is_awaited].tolist()], np.int32)
@@ -89,13 +90,13 @@ class HostTier:
     # ------------------------------------------------------------ in
 
     def share(self, blocks: np.ndarray) -> None:
-        """One more reference to each of these host blocks, so that they are not given away meanwhile."""
+        """Add a reference to each of these host blocks, so that they are not reused meanwhile."""
         if len(blocks):
             self.pool.share(blocks)
 
     def copy_in(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Queue copies into device blocks that the caller has just allocated. The queue takes over the caller's
-        references to the sources; entries of the index come along."""
+        references to the sources. Index entries move to the device blocks."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.ins.append(source=source, destination=target)
             if self._index.digest_of[source] is not None:
@@ -105,8 +106,8 @@ class HostTier:
         self.is_awaited_P[targets] = True
 
     def cancel_copies_in(self, blocks: np.ndarray) -> None:
-        """Forget the copies into those of these device blocks that are awaited: their last owner releases them. Their
-        content stays on the host."""
+        """Cancel the copies into device blocks whose last owner releases them; blocks that are not awaited are ignored.
+        The content stays on the host."""
         awaited = blocks[self.is_awaited_P[blocks]]
         self.is_awaited_P[awaited] = False
         for block in awaited.tolist():
@@ -116,11 +117,11 @@ class HostTier:
             self.pool.drop(np.array([source], np.int32))
 
     def pop_swapped(self, request_id: str) -> SwappedRequest | None:
-        """What was swapped out for a request, whose references are the caller's then; None where nothing was."""
+        """Take what was swapped out for a request, including the references to its blocks; None if nothing was."""
         return self.swapped.pop(request_id, None)
 
     def drop_swapped(self, request_id: str) -> None:
-        """What was swapped out for a request is not wanted any more. Idempotent."""
+        """Drop what was swapped out for a request. Idempotent."""
         swapped = self.pop_swapped(request_id)
         if swapped is not None:
             self.pool.drop(swapped.blocks[::-1])
@@ -128,8 +129,8 @@ class HostTier:
     # ------------------------------------------------------------ plans
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [C, 2] twice, for the next plan: (device, host) to copy out, all of them; (host, device) to copy in, as
-        many as a plan may have. Host blocks count from 0 here."""
+        """Take copies for the next plan, two int32 [C, 2]: all copies out, (device, host); and as many copies in,
+        (host, device), as a plan may have. Host blocks are numbered from 0 here."""
         if not (self.outs or self.ins):
             return NO_COPIES, NO_COPIES
         first = self.pool.first
@@ -142,7 +143,7 @@ class HostTier:
         return outs_C2, ins_C2 - np.array([first, 0], np.int32)
 
     def begin_step(self, step: int) -> None:
-        """A plan is launched: what was taken for it is protected by its fence."""
+        """A plan is launched: from now on its fence protects the blocks in its copies."""
         self.pool.fence.begin(step)
         self._under_way.append(self._taken_C2)
         self._taken_C2 = NO_COPIES
@@ -152,19 +153,19 @@ class HostTier:
         sources = np.array(taken, np.int32)
         if len(np.unique(sources)) == len(sources):
             self.pool.drop(sources)
-        else:  # two device blocks got the content of one
+        else:  # one host block is copied to two device blocks
             for source in sources.tolist():
                 self.pool.drop(np.array([source], np.int32))
 
     def end_step(self, step: int) -> None:
-        """It has run."""
+        """The oldest plan in flight has run."""
         self.pool.end_step(step)
         self._under_way.popleft()
 
     def invalidate(self, host_blocks: np.ndarray) -> np.ndarray:
-        """These host blocks, counted from 0, do not hold what was to be copied into them: they leave the index, and
-        swapped requests that have one are dropped whole. Device blocks, int32, that a copy of one is queued for, or
-        taken by a plan in flight."""
+        """Copies into these host blocks, numbered from 0, have failed: the blocks leave the index, and swapped requests
+        that have one of them are dropped. Returns device blocks, int32, into which one of them is to be copied, by a
+        queued copy or by a plan in flight."""
         blocks = (host_blocks + self.pool.first).astype(np.int32)
         self.pool.forget(blocks)
         lost = [name for name, request in self.swapped.items() if np.isin(request.blocks, blocks).any()]
@@ -176,9 +177,9 @@ class HostTier:
     # ------------------------------------------------------------ inside
 
     def _take(self, num: int) -> np.ndarray:
-        """Neighbours where there are any: runs of them are one transfer."""
+        """Allocate host blocks, in ascending order: a run of adjacent ones is copied in one transfer."""
         return np.sort(self.pool.allocate(num)) if num else np.empty(0, np.int32)
 
     def _queue_out(self, source: int, target: int) -> None:
-        self.outs.pop(target, None)  # what it was to get before is not needed any more
+        self.outs.pop(target, None)  # an earlier copy into it is not needed any more
         self.outs[target] = source

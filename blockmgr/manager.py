@@ -7,11 +7,11 @@ Pure: it must not know clocks, sockets, tensors, nor what a request is beyond an
 Every refusal (OutOfBlocks, OutOfSlots, ValueError) leaves everything as it was.
 
 Why a block may be hit before it is written: plans run in order, copies before tokens, and in each layer keys and values
-of all tokens are written before any token attends. So `commit` may be called when the plan is made or when its result
+of all tokens are written before any token attends. So `commit` may be called when the plan is made, or when its result
 is known: a request that is admitted afterwards reads these blocks in the same plan or in a later one, after the write.
-If the plan fails, the scheduler taints its slots, which takes their blocks out of the index; those admitted on the
-promise end with it. A scheduler that commits after the result has none of those. Commit nothing that no plan will carry
-out.
+If the plan fails, the scheduler taints its slots, which takes their blocks out of the index; requests that were
+admitted on the strength of these blocks end with it. If the scheduler commits after the result, there are none. Do not
+commit tokens that no plan will compute.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ _NO_BLOCKS = np.empty(0, np.int32)
 
 
 NumToUse = Callable[[np.ndarray], int]
-"""Of cached blocks in order, bool, whether each is on the host: how many to use, the others are computed."""
+"""From whether each cached block, head first, is on the host (bool) to how many to use; the rest are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request has a slot; its first ``num_cached_tokens`` tokens need not be computed. Where blocks of it come back
-    from the host first (``num_awaited_blocks``), no plan may have the slot while `BlockManager.is_awaited`."""
+    """A request has a slot; its first ``num_cached_tokens`` tokens need not be computed. If ``num_awaited_blocks`` of
+    its blocks must come back from the host first, no plan may include the slot while `BlockManager.is_awaited`."""
 
     slot: SlotId
     num_cached_tokens: int
@@ -50,8 +50,8 @@ class Admission:
 class BlockManager:
     """Blocks, slots and the prefix cache of one worker.
 
-    hash_block: for tests of weak hashes. num_queried_tokens / num_hit_tokens: prompt tokens admitted so far, and those
-    of them that the prefix cache held.
+    hash_block: for tests with weak hashes. num_queried_tokens / num_hit_tokens: prompt tokens admitted so far, and how
+    many of them were cached.
     """
 
     def __init__(self, config: BlockManagerConfig, *, hash_block: HashBlock = hash_block) -> None:
@@ -80,37 +80,37 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing of use."""
+        """Blocks without useful content."""
         return self._pool.num_blank
 
     @property
     def num_cached(self) -> int:
-        """Unused blocks that a later request may hit; given up when `num_free` is 0."""
+        """Unused blocks that a later request may hit; evicted when no free ones are left."""
         return self._pool.num_cached
 
     @property
     def num_active(self) -> int:
-        """Blocks neither free nor cached: they are in use, wait for steps in flight, or they leaked."""
+        """Blocks that are neither free nor cached: in use, waiting for steps in flight, or leaked."""
         return self.config.num_blocks - self._pool.num_available
 
     @property
     def num_indexed(self) -> int:
-        """Blocks that a prompt may hit, used or not."""
+        """Blocks that a prompt may hit, whether in use or not."""
         return len(self._index)
 
     @property
     def num_entered(self) -> int:
-        """Times that a block has entered the index so far: while it stays the same, no prompt hits more than before."""
+        """How often a block has entered the index so far: if this is unchanged, no prompt hits more than before."""
         return self._index.num_entered
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Cached blocks given up so far to make room, those that went to the host too."""
+        """Cached blocks evicted so far to make room, including those that went to the host."""
         return self._pool.num_evicted_blocks
 
     @property
     def host(self) -> HostTier:
-        """The second tier, to be looked at."""
+        """The second tier, read-only."""
         return self._host
 
     def capacity(self, slot: int) -> int:
@@ -118,13 +118,13 @@ class BlockManager:
         return int(self._tables.num_blocks_S[slot]) * self.config.block_size
 
     def match(self, token_ids_T: np.ndarray, *, salt: str = "") -> int:
-        """Tokens of a prompt that `admit` would find cached on either tier: whole blocks, never the last token. Changes
-        nothing."""
+        """How many tokens of a prompt `admit` would find cached on either tier: whole blocks, never the last token.
+        Changes nothing."""
         return len(self._find(token_ids_T, salt)[0]) * self.config.block_size
 
     def num_hits_in_use(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
-        """Blocks on the device that `admit` would share with who uses them. Those that are cached are none: they are
-        counted by `num_cached`. Changes nothing."""
+        """How many device blocks in use `admit` would share. Cached blocks do not count here, as they are included in
+        `num_cached`. Changes nothing."""
         swapped = self._host.swapped.get(request_id)
         if swapped is None:
             hits = self._find(token_ids_T, salt)[0]
@@ -144,11 +144,11 @@ class BlockManager:
         lookup: PrefixLookup = PrefixLookup.LONGEST,
         num_to_use: NumToUse = len,
     ) -> Admission:
-        """Take a slot, reference the cached prefix, and grow to ``reserve_tokens``; all or nothing. What is cached on
-        the host is queued to be copied in; what was swapped out for this request comes back whole.
+        """Take a slot, reference the cached prefix, and grow to ``reserve_tokens``; all or nothing. Blocks that are
+        cached on the host are queued to be copied in; what was swapped out for this request comes back whole.
 
-        token_ids_T: int32, at least one. num_to_use: called with where the blocks of a hit are. OutOfSlots;
-        OutOfBlocks; ValueError for an id that holds a slot, an empty prompt, or one that fits no row.
+        token_ids_T: int32, at least one. num_to_use: called if any block of the hit is on the host. Raises OutOfSlots;
+        OutOfBlocks; ValueError if the id already holds a slot, or the prompt is empty or does not fit a row.
         """
         self._tables.check_new(request_id)
         if not self._growth.blocks_for(len(token_ids_T)):
@@ -170,7 +170,7 @@ class BlockManager:
         return admission
 
     def _admit_swapped(self, request_id: str, reserve_tokens: int) -> Admission:
-        """What others hold on the device meanwhile is shared again."""
+        """Bring a swapped request back. Blocks whose content is indexed on the device are shared, not copied."""
         swapped = self._host.swapped[request_id]
         blocks = swapped.blocks.copy()
         for i in range(len(blocks)):
@@ -184,7 +184,7 @@ class BlockManager:
         return self._place(request_id, swapped.chain, blocks, swapped.num_tokens, reserve_tokens)
 
     def _check_room(self, shared: np.ndarray, num_blocks: int, reserve_tokens: int) -> None:
-        """OutOfBlocks where a row of num_blocks, grown as reserved, does not fit beside what it shares."""
+        """OutOfBlocks if a row of num_blocks, grown to reserve_tokens, of which these are shared, does not fit."""
         wanted = max(num_blocks, self._growth.blocks_for(reserve_tokens)) - len(shared)
         free = self._pool.num_available - self._pool.num_taken_by_sharing(shared)
         if wanted > free:
@@ -193,7 +193,7 @@ class BlockManager:
     def _place(
         self, request_id: str, chain: Chain, blocks: np.ndarray, num_tokens: int, reserve_tokens: int
     ) -> Admission:
-        """A slot for blocks of either tier to which the caller has taken references; there is room."""
+        """Open a slot for blocks of either tier. There is room, and the caller has taken references to them."""
         is_on_host = blocks >= self.config.num_blocks
         num_more = max(0, self._growth.blocks_for(reserve_tokens) - len(blocks))
         new = self._pool.allocate(int(is_on_host.sum()) + num_more)
@@ -210,7 +210,7 @@ class BlockManager:
         return len(self._host.ins)
 
     def is_awaited(self, slot: int) -> bool:
-        """Whether blocks of this slot are not back from the host: no step may have it."""
+        """Whether some blocks of this slot are not back from the host yet; until then no step may include it."""
         return bool(self._host.is_awaited_P[self._tables.row(slot)].any())
 
     @property
@@ -219,8 +219,9 @@ class BlockManager:
         return not self._pool.fence.is_open
 
     def swap_out(self, slot: int, request_id: str, num_tokens: int) -> None:
-        """`release`, but what holds the first ``num_tokens`` tokens goes to the host, for `admit` to bring back.
-        OutOfBlocks; ValueError where a step is in flight: its blocks do not move."""
+        """Like `release`, but the blocks with the first ``num_tokens`` tokens go to the host, for `admit` to bring
+        back. Raises OutOfBlocks; ValueError if a step is in flight, as its blocks cannot move, or the slot is not this
+        request's."""
         self._tables.check_live(slot)
         if self._pool.fence.is_open or self._tables.owner_of(slot) != request_id:
             raise ValueError(f"slot {slot} cannot be swapped out for {request_id!r} now")
@@ -231,13 +232,13 @@ class BlockManager:
         self.release(slot, request_id)
 
     def drop_swapped(self, request_id: str) -> None:
-        """What was swapped out for a request is not wanted any more. Idempotent."""
+        """Drop what was swapped out for a request. Idempotent."""
         self._host.drop_swapped(request_id)
 
     def fork(self, parent_slot: int, request_id: str, *, num_tokens: int) -> SlotId:
-        """A slot for a child that shares the parent's first ``num_tokens`` tokens and every block that holds them.
+        """Open a slot for a child that shares the parent's first ``num_tokens`` tokens and every block that holds them.
 
-        Before either writes to a shared tail block, it calls `prepare_write`. OutOfSlots; ValueError.
+        Before either writes to a shared tail block, `prepare_write` must be called. Raises OutOfSlots; ValueError.
         """
         self._tables.check_live(parent_slot)
         self._tables.check_new(request_id)
@@ -248,7 +249,7 @@ class BlockManager:
         return self._open(request_id, self._chains[parent_slot].fork(num_tokens // self.config.block_size), blocks)
 
     def release(self, slot: int, request_id: str) -> None:
-        """Give slot and blocks back. A no-op where the slot is no longer this request's, so twice does no harm."""
+        """Give slot and blocks back. A no-op if the slot is not (or no longer) this request's, so it is idempotent."""
         if self._tables.owner_of(slot) != request_id:
             return
         blocks = self._tables.give_back(slot)
@@ -259,25 +260,25 @@ class BlockManager:
         self._growth.drop_sources(self._growth.copies.cancel(unowned))
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Capacity for at least ``num_tokens``; all or nothing. OutOfBlocks; ValueError where no row is so wide."""
+        """Grow to hold at least ``num_tokens``; all or nothing. OutOfBlocks; ValueError if no row is that wide."""
         self._growth.grow(slot, num_tokens)
 
     def grow_many(self, slots_S: np.ndarray, num_tokens_S: np.ndarray) -> np.ndarray:
-        """`grow` for distinct slots in turn, without Python per slot; int32, those that were refused, in order."""
+        """`grow` for distinct slots in turn, without Python per slot. Returns refused slots, int32, in order."""
         return self._growth.grow_many(slots_S, num_tokens_S)
 
     def prepare_write(self, slot: int, position: int) -> None:
-        """Make the block of a position this slot's alone: a shared one is copied by the next plan. OutOfBlocks."""
+        """Make the block at a position exclusive to this slot: the next plan copies a shared one. OutOfBlocks."""
         self._growth.prepare_write(slot, position)
 
     def prepare_write_many(self, slots_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
-        """`prepare_write` for each in turn, without Python where nothing is shared; int32, the slots refused."""
+        """`prepare_write` for each in turn, without Python where nothing is shared. Returns refused slots, int32."""
         return self._growth.prepare_write_many(slots_S, positions_S)
 
     def commit(self, slot: int, token_ids_T: np.ndarray, num_computed: int) -> None:
-        """The first ``num_computed`` of the slot's tokens are in the KV cache, or will be when the plan just made has
-        run: full blocks enter the prefix index. Idempotent. A block whose content another block has in the index
-        already stays private."""
+        """Enter full blocks into the prefix index: the first ``num_computed`` of the slot's tokens are in the KV cache,
+        or will be when the plan just made has run. Idempotent. A block whose content is in the index already stays
+        private. Raises ValueError if so many tokens are not given, or do not fit the slot."""
         self._tables.check_live(slot)
         num_full = num_computed // self.config.block_size
         if num_computed > min(len(token_ids_T), self.capacity(slot)):
@@ -291,10 +292,10 @@ class BlockManager:
         self._host.pool.blank_out(replaced)
 
     def taint(self, slot: int) -> None:
-        """What this slot computed may be wrong (NaN, a failed step): none of its blocks is in the index or enters it.
+        """What this slot computed may be wrong (NaN, a failed step): take its blocks out of the index for good.
 
-        That includes cached blocks that it hit. Others who share them keep them (they were complete before), but what
-        they compute after them is not indexed either: its parent is gone. A later fork of the slot is tainted too.
+        This includes cached blocks that it hit. Other slots that share these keep them (they were complete before), but
+        what they compute after them is not indexed either: its parent is gone. A later fork of the slot is tainted too.
         """
         self._tables.check_live(slot)
         blocks = self._tables.row(slot).copy()
@@ -303,7 +304,7 @@ class BlockManager:
         self._pool.forget(blocks)
 
     def flush_prefix_cache(self) -> int:
-        """Forget every unused cached block on both tiers; how many."""
+        """Drop every unused cached block on both tiers. Returns how many."""
         pools = (self._pool, self._host.pool)
         blocks = np.concatenate([array for pool in pools for array in (pool.lru.to_array(), pool.fence.to_array())])
         blocks = blocks[self._index.holds(blocks)]
@@ -314,34 +315,35 @@ class BlockManager:
         return len(blocks)
 
     def begin_step(self, step: int) -> None:
-        """A plan is launched. What is released from now on waits for it. ValueError where steps do not rise."""
+        """A plan is launched; blocks released from now on wait for it. Raises ValueError if step is not greater than
+        the last one."""
         self._pool.fence.begin(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
         if self.config.num_host_blocks:
             self._host.begin_step(step)
 
     def end_step(self, step: int) -> None:
-        """The oldest plan in flight has run. ValueError for any other."""
+        """The oldest plan in flight has run. Raises ValueError if step is not this plan's."""
         self._pool.end_step(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
         if self.config.num_host_blocks:
             self._host.end_step(step)
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [U, 3] (slot, column, block) written to the table since the last call, in order; and int32 [C, 2]
-        (source, destination) block copies to do before any write. Both go into the plan that is begun next."""
+        """Writes to the table since the last call, in order, int32 [U, 3] (slot, column, block); and block copies to do
+        before any write, int32 [C, 2] (source, destination). Both go into the plan that begins next."""
         self._growth.drop_sources(self._growth.copies.pop_taken())
         return self._tables.updates.take(), self._growth.copies.take()
 
     def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [C, 2] twice, copies between the tiers for the plan that is begun next: (device, host block) before
-        everything else of it, and (host, device block) before anything of the plan after it. Host blocks count from
-        0."""
+        """Copies between the tiers for the plan that begins next, two int32 [C, 2]: (device, host block), to do before
+        everything else in it; and (host, device block), to do before anything of the plan after it. Host blocks are
+        numbered from 0."""
         return self._host.take() if self.config.num_host_blocks else (NO_COPIES, NO_COPIES)
 
     def invalidate_copies(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
-        """A plan with these copies failed: nothing that they were to fill is found or comes back any more. The slots
-        that hold such blocks on the device."""
+        """A plan with these copies failed: blocks that they should have filled are not hit or brought back any more.
+        Returns the slots that hold such blocks on the device."""
         targets = copies_in_C2[:, 1]
         if len(copies_out_C2):
             targets = np.concatenate([targets, self._host.invalidate(copies_out_C2[:, 1])])
@@ -357,21 +359,21 @@ class BlockManager:
         return self._index.events.take()
 
     def walk_events(self) -> IndexWalk:
-        """STORED for every indexed block, parents first, in parts: for a listener that joins late and gets every
-        change from now on. The index may change between two parts."""
+        """STORED events for every indexed block, parents first, in parts: for a listener that joins late and receives
+        every change from now on. The index may change between two parts."""
         return IndexWalk(self._index)
 
     def map(self, max_cells: int) -> BlockMap:
-        """What every block is, or where there are more than ``max_cells``, the highest state in each cell."""
+        """The state of every block; if there are more than ``max_cells``, the highest state in each cell."""
         return map_blocks(self._pool, max_cells)
 
     def map_host(self, max_cells: int) -> HostBlockMap | None:
-        """The same of the second tier; None where there is none."""
+        """The same for the second tier; None if there is none."""
         return map_host_blocks(self._host, max_cells)
 
     def recount(self) -> Recount:
-        """Counts active blocks that no slot, queued copy or step in flight accounts for, from the table, some at a
-        time: 0, or a defect. The cheap part of `audit`."""
+        """Counts, some blocks at a time, the leaked ones: those that no slot, queued copy or step in flight accounts
+        for. More than 0 is a defect. The cheap part of `audit`."""
         return Recount(self._pool, self._host, self._tables, self._growth.copies)
 
     def audit(self) -> BlockAudit:

@@ -1,12 +1,12 @@
-"""Where every block is, and how often it is referenced.
+"""The state of every block, and how often it is referenced.
 
     blank ── allocate ──► active ── last reference dropped ──► (deferred, while steps are in flight)
       ▲                     ▲                                     │ indexed            │ not indexed
       │                     └── share ── cached ◄─────────────────┘                    │
       └──── evict ───────────────────────┘ └────────────────────────► blank ◄──────────┘
 
-A block is in exactly one of these places; `ref_P` counts live table entries and queued copies. Blocks are deferred by
-the fence and cached in a queue, least recently released first. There is one pool for each tier. It must not know who
+A block is in exactly one of these states; `ref_P` counts live table entries and queued copies. The fence holds deferred
+blocks; a queue holds cached ones, least recently released first. There is one pool for each tier. It must not know who
 the owners are, what a table row looks like, nor that there is another tier.
 """
 
@@ -24,11 +24,11 @@ _ABSENT = -1  # from the queue
 
 
 class StepFence:
-    """Holds blocks that were released while steps were in flight, until every step begun before has ended.
+    """Holds blocks that were released while steps were in flight until all of these steps have ended.
 
         begin 1 ── begin 2 ── release of b ── end 1 ── end 2 ── b may be used again
 
-    Steps begin in rising order and end in the order in which they began.
+    Steps begin in ascending order and end in the order in which they began.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,15 +48,15 @@ class StepFence:
         return bool(self._open)
 
     def begin(self, step: int) -> None:
-        """A step is launched. ValueError where it does not follow the last one."""
+        """A step is launched. Raises ValueError if its number is not greater than the last one's."""
         if self._last_begun is not None and step <= self._last_begun:
             raise ValueError(f"step {step} begins after step {self._last_begun}")
         self._open.append(step)
         self._last_begun = step
 
     def end(self, step: int) -> np.ndarray:
-        """The oldest step in flight has ended; the blocks that waited for it alone, int32, in order of release.
-        ValueError for any other step."""
+        """The oldest step in flight has ended. Returns the blocks that are no longer held, int32, in order of release.
+        Raises ValueError for any other step."""
         if not self._open or self._open[0] != step:
             raise ValueError(f"step {step} ends, in flight are {list(self._open)}")
         self._open.popleft()
@@ -70,7 +70,8 @@ class StepFence:
         return alive
 
     def hold(self, blocks: np.ndarray) -> None:
-        """Keep released blocks, int32, distinct, until all steps now in flight have ended."""
+        """Hold released blocks, int32, distinct, until all steps now in flight have ended. Raises ValueError if none
+        is."""
         if self._last_begun is None or not self._open:
             raise ValueError("no step is in flight")
         self._num_holds += 1
@@ -84,7 +85,7 @@ class StepFence:
         self._count -= len(blocks)
 
     def contains(self, blocks: np.ndarray) -> np.ndarray:
-        """bool per block: is it held."""
+        """bool per block: whether it is held."""
         return self._hold_P[blocks] != _NOT_HELD
 
     def to_array(self) -> np.ndarray:
@@ -92,7 +93,7 @@ class StepFence:
         return self._alive(self._holds)
 
     def _alive(self, holds: Collection[tuple[int, int, np.ndarray]]) -> np.ndarray:
-        """Of these, the blocks that have not been used again since."""
+        """The blocks of these holds that have not been taken out since."""
         if not holds:
             return _NO_BLOCKS
         blocks = np.concatenate([blocks for _, _, blocks in holds])
@@ -100,15 +101,15 @@ class StepFence:
 
 
 class LruQueue:
-    """Cached blocks in the order in which they will be given up, with removal from the middle, all by whole arrays.
+    """Cached blocks in the order of eviction, with removal from the middle. Operations take whole arrays.
 
-    The order is the order of `push`: what was pushed first is popped first. A request's blocks are pushed tail first,
-    so that a prefix loses its end before its beginning. A block that is pushed again (after `discard`) is the newest.
+    The first block pushed is the first popped. A request's blocks are pushed tail first, so that a prefix loses its end
+    before its beginning. A block that is pushed again (after `discard`) is the newest.
 
-    An entry is alive while its block's position points at it; `discard` only forgets the position, and dead entries
-    are skipped by `pop` or squeezed out when the array is full, so every operation is amortised O(blocks given).
-    An intrusive doubly linked list was measured beside it: 250 blocks in and out cost 20 us there and 4 us here, one
-    block 0.3 us there and 3 us here, and two linked lists of 500,000 take 0.12 s to build (see
+    An entry is live while its block's position points at it. `discard` only resets the position; dead entries are
+    skipped by `pop`, or removed when the array is full, so every operation is amortised O(blocks given).
+    An intrusive doubly linked list was measured for comparison: 250 blocks in and out take 20 us there and 4 us here,
+    one block 0.3 us there and 3 us here, and two linked lists of 500,000 take 0.12 s to build (see
     bench/worker/blockmgr.py).
     """
 
@@ -123,7 +124,7 @@ class LruQueue:
         return self._count
 
     def push(self, blocks: np.ndarray) -> None:
-        """Append blocks, int32, distinct, none of them in the queue; the first one is the oldest."""
+        """Append blocks, int32, distinct, none of them in the queue; the first one counts as the oldest."""
         num = len(blocks)
         if self._tail + num > len(self._entries):
             self._squeeze()
@@ -134,12 +135,12 @@ class LruQueue:
         self._count += num
 
     def discard(self, blocks: np.ndarray) -> None:
-        """Take these blocks out, wherever they stand. All of them must be in the queue."""
+        """Take these blocks out, wherever they are in the queue. All of them must be in it."""
         self._position_P[blocks] = _ABSENT
         self._count -= len(blocks)
 
     def pop(self, num: int) -> np.ndarray:
-        """Take out the ``num`` oldest, oldest first, int32. LookupError where there are fewer."""
+        """Take out the ``num`` oldest blocks, int32, oldest first. Raises LookupError if there are fewer."""
         if num > self._count:
             raise LookupError(f"{num} wanted, {self._count} in the queue")
         found: list[np.ndarray] = []
@@ -156,11 +157,12 @@ class LruQueue:
         return blocks
 
     def contains(self, blocks: np.ndarray) -> np.ndarray:
-        """bool per block: is it in the queue."""
+        """bool per block: whether it is in the queue."""
         return self._position_P[blocks] != _ABSENT
 
     def stands(self, begin: int, end: int) -> np.ndarray:
-        """bool for each of these block ids: is it where its position says; found without `__len__`."""
+        """bool for each id from begin to end: whether the block is where its position says. Does not rely on the count,
+        so that audits can check it."""
         position_B = self._position_P[begin:end]
         is_inside_B = (position_B >= self._head) & (position_B < self._tail)
         found_B = self._entries[np.where(is_inside_B, position_B, 0)] == np.arange(begin, end, dtype=np.int32)
@@ -183,13 +185,13 @@ class LruQueue:
 
 
 class BlockPool:
-    """The blocks of one tier: ids first to first + num_blocks - 1. Arrays have rows for all ids below them too.
+    """The blocks of one tier: ids first to first + num_blocks - 1. Arrays have rows for all lower ids, too.
 
-    Order in which free blocks are handed out: blank ones first, last released first (at the start: rising ids); then
+    Available blocks are allocated in this order: blank ones, last released first (at the start: ascending ids); then
     cached ones, least recently released first, within one release the tail of the row before its head.
 
-    offload: called with cached blocks, still in the index, before they leave it to be handed out; it may carry their
-    entries to another tier's blocks.
+    offload: called with cached blocks before they are evicted, while they are still in the index; it may move their
+    entries to blocks of another tier.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex, *, first: int = 0) -> None:
@@ -203,12 +205,12 @@ class BlockPool:
         self.num_evicted_blocks = 0
         rising = np.arange(first, first + num_blocks, dtype=np.int32)
         self._blank = rising[::-1].copy()  # a stack; its top is at the end
-        self._blank_place_P = np.arange(first + num_blocks - 1, -1, -1, dtype=np.int32)  # of ids below `first` nothing
+        self._blank_place_P = np.arange(first + num_blocks - 1, -1, -1, dtype=np.int32)  # unused for ids below `first`
         self._num_blank = num_blocks
 
     @property
     def num_blank(self) -> int:
-        """Blocks that hold nothing of use."""
+        """Blocks without useful content."""
         return self._num_blank
 
     @property
@@ -218,24 +220,25 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give."""
+        """Blocks that `allocate` can hand out."""
         return self._num_blank + len(self.lru)
 
     def blank_blocks(self) -> np.ndarray:
-        """Blank blocks, int32, the next one to be handed out last."""
+        """Blank blocks, int32; the last one is handed out next."""
         return self._blank[: self._num_blank].copy()
 
     def is_blank(self, begin: int, end: int) -> np.ndarray:
-        """bool for each of these block ids: does it stand in the stack of blank ones."""
+        """bool for each id from begin to end: whether the block is in the stack of blank ones."""
         place_B = self._blank_place_P[begin:end]
         is_inside_B = place_B < self._num_blank
         found_B = self._blank[np.where(is_inside_B, place_B, 0)] == np.arange(begin, end, dtype=np.int32)
         return np.asarray(is_inside_B & found_B)
 
     def allocate(self, num: int) -> np.ndarray:
-        """``num`` blocks with one reference each, int32. OutOfBlocks leaves everything as it was.
+        """Hand out ``num`` blocks, int32, with one reference each. Raises OutOfBlocks, which changes nothing.
 
-        A cached block leaves the index, and its REMOVED event is out, before it is handed out.
+        Before a cached block is handed out, it leaves the index, with a REMOVED event, or its entry moves to another
+        tier.
         """
         if num > self.num_available:
             raise OutOfBlocks(wanted=num, free=self.num_available)
@@ -248,11 +251,11 @@ class BlockPool:
         return blocks
 
     def num_taken_by_sharing(self, blocks: np.ndarray) -> int:
-        """By how much `share` of these blocks lowers `num_available`."""
+        """By how much sharing these blocks would lower `num_available`."""
         return int(np.count_nonzero(self.lru.contains(blocks)))
 
     def share(self, blocks: np.ndarray) -> None:
-        """One more reference to each block, int32, distinct: active, deferred or cached ones, never blank."""
+        """Add a reference to each block, int32, distinct. They may be active, deferred or cached, never blank."""
         idle = blocks[self.ref_P[blocks] == 0]
         if len(idle):
             is_held = self.fence.contains(idle)
@@ -261,7 +264,7 @@ class BlockPool:
         self.ref_P[blocks] += 1
 
     def drop(self, blocks: np.ndarray) -> None:
-        """One reference less to each block, int32, distinct; the first one is the first to be given up."""
+        """Drop a reference to each block, int32, distinct; the first one will be the first to be evicted."""
         self.ref_P[blocks] -= 1
         idle = blocks[self.ref_P[blocks] == 0]
         if self.fence.is_open and len(idle):
@@ -270,18 +273,18 @@ class BlockPool:
             self._settle(idle)
 
     def end_step(self, step: int) -> None:
-        """The oldest step in flight has ended: what waited for it becomes free."""
+        """The oldest step in flight has ended: blocks that no longer wait for a step become cached or blank."""
         blocks = self.fence.end(step)
         if len(blocks):
             self._settle(blocks)
 
     def forget(self, blocks: np.ndarray) -> None:
-        """Take blocks out of the prefix index, wherever they are; cached ones become blank."""
+        """Take blocks out of the prefix index, whatever their state; cached ones become blank."""
         self.index.remove(blocks)
         self.blank_out(blocks)
 
     def blank_out(self, blocks: np.ndarray) -> None:
-        """These blocks have left the prefix index: those of this tier that were cached are blank now."""
+        """These blocks have left the prefix index: cached ones of this tier become blank."""
         blocks = blocks[(blocks >= self.first) & (blocks < self.first + self.num_blocks)]
         if not len(blocks):
             return

@@ -1,13 +1,13 @@
-"""The prefix cache: which block holds which full block of tokens after which prefix, and what changed in it.
+"""The prefix cache: which block holds which full block of tokens after which prefix, and the changes to it.
 
-It must not know who references a block, nor who listens to the changes. Legend: P blocks of the pool · B block size.
+It must not know who references a block, nor who listens to the changes. Legend: P blocks of both pools · B block size.
 
     root = H(secret; fingerprint, salt)        one per salt, never published
     h[0] = H(root + tokens of block 0)         h[i] = H(h[i-1] + tokens of block i)
 
-The digest finds a candidate and proves nothing: the candidate counts only if its tokens are equal, its parent is the
-very entry that was matched before it, and its salt is equal. Every insertion gets an entry number that is never used
-again, so a chain of equal parents proves the whole prefix without comparing it again, whatever the hash does.
+A digest only finds a candidate: this counts only if its tokens and its salt are equal, and its parent is the very entry
+that was matched before it. Every insertion gets an entry number that is never reused, so a chain of equal parents
+proves the whole prefix without comparing it again, even if hashes collide.
 """
 
 import secrets
@@ -33,8 +33,8 @@ _ROOT_PERSON = b"octavo.kv.root.1"  # at most 16 bytes: keeps roots apart from e
 class EventLog:
     """Events since the last `take`, in order.
 
-    There may be no listener: beyond ``max_events`` the log is thrown away, and the next `take` gives CLEARED and then
-    everything that is stored now, which leaves a listener at the same state.
+    There may be no listener, so beyond ``max_events`` the log is dropped. The next `take` then returns CLEARED and
+    everything that is stored at that time, which brings a listener to the same state.
     """
 
     def __init__(self, max_events: int, snapshot: Callable[[], list[BlockEvent]]) -> None:
@@ -97,8 +97,8 @@ class RootHasher:
 
 
 class DigestMemo:
-    """The digests of the prompt that was looked up last: a scheduler asks again each step until there is room for it,
-    and once more to admit it."""
+    """The digests of the prompt that was looked up last: a scheduler looks it up in each step until there is room for
+    it, and once more to admit it."""
 
     def __init__(self) -> None:
         self._salt = ""
@@ -106,7 +106,7 @@ class DigestMemo:
         self._digests: list[bytes] = []
 
     def of(self, salt: str, data: bytes) -> list[bytes]:
-        """Digests found so far, head first: the caller appends what it computes beyond them."""
+        """The digests known so far, head first; the caller appends those that it computes."""
         if salt != self._salt or data != self._data:
             self._salt, self._data, self._digests = salt, data, []
         return self._digests
@@ -116,8 +116,8 @@ class DigestMemo:
 class Chain:
     """What a slot knows of its own prefix: digest and index entry of each committed full block, head first.
 
-    The entry names the block in the index with this content, the slot's own or another's with equal tokens.
-    root: digest that the first block's digest continues. is_tainted: nothing of this slot may enter the index.
+    The entry is that of the indexed block with this content, the slot's own or another with equal tokens.
+    root: parent of the first block's digest. is_tainted: nothing of this slot may enter the index.
     """
 
     salt: str
@@ -130,16 +130,16 @@ class Chain:
         return len(self.digests)
 
     def append(self, digest: bytes, entry: int) -> None:
-        """One more committed block."""
+        """Add one more committed block."""
         self.digests.append(digest)
         self.entries.append(entry)
 
     def truncate(self, num_blocks: int) -> None:
-        """Forget all but the first blocks."""
+        """Drop all but the first num_blocks blocks."""
         del self.digests[num_blocks:], self.entries[num_blocks:]
 
     def fork(self, num_blocks: int) -> "Chain":
-        """The chain of a child that shares the first blocks."""
+        """The chain of a child that shares the first num_blocks blocks."""
         return Chain(
             salt=self.salt,
             root=self.root,
@@ -150,9 +150,9 @@ class Chain:
 
 
 class PrefixIndex:
-    """Digest to block, with what proves a hit. One block per digest: of two blocks with equal content the first stays
-    and the second is never indexed; of two contents with an equal digest (or where the first lost its parent, so that
-    no prompt can reach it) the second replaces the first.
+    """Maps digests to blocks, with what proves a hit. There is one block per digest: of two blocks with equal content,
+    the first stays and the second is not indexed. If contents differ under an equal digest, or the first has lost its
+    parent, so that no prompt can reach it, the second replaces the first.
 
     num_blocks: of both tiers. first_host_block: blocks from this id on are the host's; None: all are the device's.
     """
@@ -189,23 +189,23 @@ class PrefixIndex:
 
     @property
     def num_entered(self) -> int:
-        """Times that a block has entered so far."""
+        """How often a block has entered so far."""
         return self._last_entry
 
     def holds(self, blocks: np.ndarray) -> np.ndarray:
-        """bool per block: is it in the index."""
+        """bool per block: whether it is in the index."""
         return self.entry_P[blocks] != _NO_ENTRY
 
     def bar(self, blocks: np.ndarray) -> None:
-        """These blocks may not enter the index until they are handed out anew."""
+        """Keep these blocks out of the index until they are handed out anew."""
         self.is_barred_P[blocks] = True
 
     def unbar(self, blocks: np.ndarray) -> None:
-        """Whatever these blocks held is gone."""
+        """Let these blocks enter the index again: their former content is gone."""
         self.is_barred_P[blocks] = False
 
     def find(self, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
-        """The longest run of indexed blocks at the head of a prompt that leaves at least one token over.
+        """The longest run of indexed blocks at the head of a prompt that leaves at least one token.
 
         token_ids_T: int32. Returns the blocks, int32, head first, and the chain that describes them.
         """
@@ -227,11 +227,11 @@ class PrefixIndex:
         return hits, chain
 
     def extend(self, chain: Chain, blocks: np.ndarray, token_ids_T: np.ndarray) -> np.ndarray:
-        """Enter full blocks, int32, head first, of which the chain knows the first ones already.
+        """Enter full blocks, int32, head first; the chain has the first ones already.
 
         token_ids_T: int32, len(blocks) * block_size of them. Stops at a barred block: what follows could never be hit.
-        A block whose content the host has takes the entry over. Returns other blocks that had to leave the index,
-        int32, whose pools the caller updates.
+        A block whose content the host has takes over that entry. Returns other blocks that had to leave the index,
+        int32; the caller must update their pools.
         """
         self._forget_unreachable(chain)
         self._follow(chain, blocks[len(chain) :], token_ids_T[len(chain) * self._block_size :])
@@ -259,8 +259,8 @@ class PrefixIndex:
         return np.array(replaced, np.int32) if replaced else _NO_BLOCKS
 
     def move(self, source: int, target: int) -> None:
-        """Another block, in no index, has the content of an indexed one from now on, or will have: it takes the entry
-        over with its number, so that what follows it stays proven."""
+        """Move an indexed block's entry to a block that is not indexed and has the same content, or will have. The
+        entry keeps its number, so that what follows it stays proven. Raises ValueError if that is not so."""
         digest = self.digest_of[source]
         if digest is None or self.digest_of[target] is not None:
             raise ValueError(f"block {source} cannot hand its entry to block {target}")
@@ -273,14 +273,14 @@ class PrefixIndex:
             self.events.stored(self.stored_event(target))
 
     def device_block(self, chain: Chain, i: int) -> int | None:
-        """The device's block with the chain's i-th content; None where it is not in the index, or on the host."""
+        """The device block with the chain's i-th content; None if that is not in the index, or is on the host."""
         if i >= len(chain) or not self._is_alive(chain, i):
             return None
         block = self.block_of[chain.digests[i]]
         return block if block < self.first_host_block else None
 
     def remove(self, blocks: np.ndarray) -> None:
-        """Take blocks out of the index; those that are not in it are left alone."""
+        """Take blocks out of the index; those that are not in it are ignored."""
         for block in blocks.tolist():
             digest = self.digest_of[block]
             if digest is None:
@@ -298,7 +298,7 @@ class PrefixIndex:
         self.events.cleared()
 
     def stored_event(self, block: int) -> BlockEvent:
-        """STORED for an indexed block."""
+        """The STORED event for an indexed block."""
         return BlockEvent(
             kind=EventKind.STORED,
             block_hash=self.digest_of[block] or b"",
@@ -309,8 +309,8 @@ class PrefixIndex:
         )
 
     def _follow(self, chain: Chain, blocks: np.ndarray, token_ids_T: np.ndarray) -> None:
-        """Blocks that another slot, which shares them, has entered: none is hashed again, or the last of a hundred
-        forks would hash a long prompt as the first one did."""
+        """Extend the chain by blocks that another slot, which shares them, has entered. They are not hashed again;
+        otherwise each of a hundred forks would hash a long prompt."""
         is_entered = self.holds(blocks)
         num_entered = len(blocks) if is_entered.all() else int(np.argmin(is_entered))
         parent = chain.entries[-1] if chain.entries else _ROOT_ENTRY
@@ -319,7 +319,8 @@ class PrefixIndex:
         chain.entries += self.entry_P[known].tolist()
 
     def _proven(self, blocks: np.ndarray, token_ids_T: np.ndarray, salt: str, parent: int) -> np.ndarray:
-        """The candidates before the first one whose tokens, parent or salt differ. parent: entry before the first."""
+        """The candidates before the first whose tokens or parent differ; none if the first one's salt differs. parent:
+        entry before the first."""
         if not len(blocks) or self._salt_of[blocks[0]] != salt:
             return _NO_BLOCKS
         wanted = token_ids_T[: len(blocks) * self._block_size].reshape(-1, self._block_size)
@@ -328,7 +329,8 @@ class PrefixIndex:
         return blocks if is_equal.all() else blocks[: int(np.argmin(is_equal))]
 
     def _forget_unreachable(self, chain: Chain) -> None:
-        """Where the chain's last entry left the index, go back to the first that did: the slot's own blocks follow."""
+        """If the chain's last entry has left the index, cut the chain at the first that has; the slot's own blocks are
+        entered instead."""
         if chain.digests and not self._is_alive(chain, len(chain) - 1):
             chain.truncate(next(i for i in range(len(chain)) if not self._is_alive(chain, i)))
 
@@ -346,7 +348,7 @@ class PrefixIndex:
         return block if is_equal else None
 
     def _make_way(self, digest: bytes, block: int) -> list[int]:
-        """Empty the places that an insertion needs; other blocks that lost theirs."""
+        """Remove the entries that are in the way of an insertion. Returns other blocks that have left the index."""
         other = self.block_of.get(digest)
         if self.digest_of[block] is not None:
             self.remove(np.array([block], np.int32))
@@ -356,7 +358,7 @@ class PrefixIndex:
         return [other]
 
     def _enter(self, block: int, digest: bytes, chain: Chain, token_bytes: bytes) -> int:
-        """The block's entry, which `_prove_entered` has yet to write down."""
+        """Enter a block. Returns its entry number; `_prove_entered` must store what proves it."""
         parent = chain.digests[-1] if chain.digests else b""
         self._last_entry += 1
         self._entered.append((block, chain.entries[-1] if chain.entries else _ROOT_ENTRY, token_bytes))
@@ -378,8 +380,8 @@ class PrefixIndex:
         return self._last_entry
 
     def _prove_entered(self) -> None:
-        """What proves hits on the blocks that were entered last: for all of a prompt or an output at once, since the
-        access of a single number of an array costs as much as its hash."""
+        """Store what proves hits on the blocks entered since the last call. All at once, since accessing a single array
+        element costs as much as hashing the block."""
         if not self._entered:
             return
         blocks_N, parents_N, tokens_N = zip(*self._entered, strict=True)

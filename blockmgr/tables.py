@@ -1,7 +1,7 @@
 """Who has which slot, the block-table row of every slot, and what the next plan must do to the rows and blocks.
 
-A log keeps what was written to the rows, a queue the copies of blocks (copy-on-write); `Growth` adds blocks to rows.
-The others must not know reference counts, hashes or steps. Legend: S slots · M table width · U updates · C copies.
+`UpdateLog` records writes to rows, `CopyQueue` copies of blocks (copy-on-write), and `Growth` adds blocks to rows. All
+but `Growth` must not know reference counts, hashes or steps. Legend: S slots · M table width · U updates · C copies.
 """
 
 import heapq
@@ -16,15 +16,16 @@ from octavo.blockmgr.prefix_index import Chain
 UNSET = -1
 _FIRST_CAPACITY = 256
 NO_COPIES = np.empty((0, 2), np.int32)
-"""(source, destination), none."""
+"""No (source, destination) pairs."""
 
 
 class CopyQueue:
-    """Copies (source, destination) in order; every destination once, and no source is a destination, so that a runner
-    may do them one by one or all at once.
+    """Copies (source, destination) in order. Every destination occurs once, and no source is a destination, so a runner
+    may do the copies one by one or all at once.
 
-    A queued copy owns one reference to its source, until the plan that carries the copy has begun: then the fence of
-    that step protects the source. References are counted elsewhere: the queue hands sources back to be dropped.
+    A queued copy owns one reference to its source until the plan with the copy has begun; then the fence of that step
+    protects the source. References are counted elsewhere: the queue returns sources, and the caller drops the
+    references.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class CopyQueue:
         self._taken_sources: list[int] = []
 
     def origin(self, block: int) -> int:
-        """The block that holds this one's content before any queued copy is done."""
+        """The block that has this one's content as long as queued copies have not been done."""
         return self._source_of.get(block, block)
 
     def append(self, *, source: int, destination: int) -> None:
@@ -40,18 +41,18 @@ class CopyQueue:
         self._source_of[destination] = source
 
     def num_from(self, block: int) -> int:
-        """References to a block that the queue owns."""
+        """The number of references to a block that the queue owns."""
         return self.sources.count(block)
 
     def cancel(self, destinations: np.ndarray) -> list[int]:
-        """Forget copies into blocks that no row holds any more; their sources, to be dropped."""
+        """Drop copies into blocks that no row holds any more. Returns the sources; the caller drops the references."""
         if not self._source_of:
             return []
         doomed = [block for block in destinations.tolist() if block in self._source_of]
         return [self._source_of.pop(block) for block in doomed]
 
     def take(self, limit: int | None = None) -> np.ndarray:
-        """int32 [C, 2], (source, destination): the copies since the last call, the oldest ``limit`` of them."""
+        """Take the oldest ``limit`` queued copies, or all: int32 [C, 2], (source, destination)."""
         if not self._source_of:
             return NO_COPIES
         pairs = self.pending[:limit]
@@ -64,30 +65,30 @@ class CopyQueue:
         return len(self._source_of)
 
     def pop_taken(self) -> list[int]:
-        """Sources of copies that were taken: their references are to be dropped."""
+        """Sources of copies that were taken; the caller drops their references."""
         sources, self._taken_sources = self._taken_sources, []
         return sources
 
     @property
     def pending(self) -> list[tuple[int, int]]:
-        """(source, destination) of the copies that `take` would give."""
+        """(source, destination) of the copies that `take` would return."""
         return [(source, destination) for destination, source in self._source_of.items()]
 
     @property
     def sources(self) -> list[int]:
-        """Every source that the queue owns a reference to, once per reference."""
+        """Every source to which the queue owns a reference, once per reference."""
         return [*self._source_of.values(), *self._taken_sources]
 
 
 class UpdateLog:
-    """What was written to the rows since the last `take`: (slot, column, block) in order, int32 [U, 3]."""
+    """Writes to the rows since the last `take`: (slot, column, block) in order, int32 [U, 3]."""
 
     def __init__(self) -> None:
         self._rows_U3 = np.empty((_FIRST_CAPACITY, 3), np.int32)
         self._count = 0
 
     def append(self, slots_U: np.ndarray | int, columns_U: np.ndarray | int, blocks_U: np.ndarray) -> None:
-        """Note that blocks were written; a single slot or column stands for all."""
+        """Note that blocks were written; a single slot or column applies to all of them."""
         end = self._count + len(blocks_U)
         if end > len(self._rows_U3):
             self._make_room(end)
@@ -98,7 +99,7 @@ class UpdateLog:
         self._count = end
 
     def drop_slot(self, slot: int) -> None:
-        """Forget what was written for a slot: its owner is gone before a plan had it."""
+        """Drop the writes for a slot, whose owner has left before a plan had them."""
         if not self._count:
             return
         rows = self._rows_U3[: self._count]
@@ -107,7 +108,7 @@ class UpdateLog:
         self._count = len(kept)
 
     def take(self) -> np.ndarray:
-        """Rows since the last call, int32 [U, 3]."""
+        """Writes since the last call, int32 [U, 3]."""
         rows = self._rows_U3[: self._count].copy()
         self._count = 0
         return rows
@@ -119,9 +120,9 @@ class UpdateLog:
 
 
 class SlotTables:
-    """Slots and rows. A slot is the lowest that is free, so that live rows lie close together.
+    """Slots and rows. The lowest free slot is taken first, so that live rows are close together.
 
-    table_SM: int32 [S, M], row s holds num_blocks_S[s] block ids, then -1.
+    table_SM: int32 [S, M]; row s has num_blocks_S[s] block ids, then -1.
     """
 
     def __init__(self, max_slots: int, width: int) -> None:
@@ -135,17 +136,17 @@ class SlotTables:
 
     @property
     def max_slots(self) -> int:
-        """Rows in all."""
+        """The number of rows."""
         return len(self.is_live_S)
 
     @property
     def width(self) -> int:
-        """Blocks that a row can hold."""
+        """The number of blocks that a row can hold."""
         return self.table_SM.shape[1]
 
     @property
     def num_free(self) -> int:
-        """Slots that are free."""
+        """The number of free slots."""
         return len(self._free)
 
     @property
@@ -154,25 +155,25 @@ class SlotTables:
         return dict(self._owner_of)
 
     def owner_of(self, slot: int) -> str | None:
-        """The request that has a slot, or None. ValueError for a number that is no slot."""
+        """The request that has a slot, or None. Raises ValueError for a number that is no slot."""
         if not 0 <= slot < self.max_slots:
             raise ValueError(f"slot {slot} is not one of {self.max_slots}")
         return self._owner_of.get(slot)
 
     def check_new(self, request_id: str) -> None:
-        """ValueError where the request has a slot already; OutOfSlots where none is free."""
+        """Raises ValueError if the request has a slot already; OutOfSlots if none is free."""
         if request_id in self._slot_of:
             raise ValueError(f"request {request_id!r} already holds slot {self._slot_of[request_id]}")
         if not self._free:
             raise OutOfSlots(max_slots=self.max_slots)
 
     def check_live(self, slot: int) -> None:
-        """ValueError where the slot is free."""
+        """Raises ValueError if the slot is free."""
         if self.owner_of(slot) is None:
             raise ValueError(f"nobody holds slot {slot}")
 
     def take(self, request_id: str) -> SlotId:
-        """A slot for a request that `check_new` let pass."""
+        """Take a slot for a request that has passed `check_new`."""
         slot = heapq.heappop(self._free)
         self._owner_of[slot] = request_id
         self._slot_of[request_id] = slot
@@ -180,7 +181,7 @@ class SlotTables:
         return SlotId(slot)
 
     def give_back(self, slot: int) -> np.ndarray:
-        """End a slot; the blocks that its row held, int32, head first. Updates not yet taken are dropped with it."""
+        """Free a slot. Returns the blocks of its row, int32, head first. Updates that were not taken are dropped."""
         blocks = self.row(slot).copy()
         del self._slot_of[self._owner_of.pop(slot)]
         self.table_SM[slot, : len(blocks)] = UNSET
@@ -214,7 +215,7 @@ class SlotTables:
         self.updates.append(slot, np.arange(start, end), blocks)
 
     def replace(self, slot: int, column: int, block: int) -> None:
-        """Put another block at a place of a row."""
+        """Put another block into a column of a row."""
         self.table_SM[slot, column] = block
         self.updates.append(slot, column, np.array([block], np.int32))
 
@@ -223,8 +224,8 @@ _NO_SLOTS = np.empty(0, np.int32)
 
 
 class Growth:
-    """Room to write for a slot: new blocks at its end, and copies of blocks that it shares. It must not know hashes of
-    tokens; of steps only that the copy queue waits for them."""
+    """Gives slots room to write: new blocks at the end of their rows, and copies of blocks that they share. Must not
+    know hashes of tokens, nor steps, except that the copy queue waits for them."""
 
     def __init__(self, block_size: int, tables: SlotTables, pool: BlockPool, chains: dict[int, Chain]) -> None:
         self.copies = CopyQueue()
@@ -234,25 +235,26 @@ class Growth:
         self._chains = chains
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens. ValueError where no row is so wide."""
+        """How many blocks hold num_tokens. Raises ValueError if no row is that wide."""
         num_blocks = -(-num_tokens // self._block_size)
         if num_tokens < 0 or num_blocks > self._tables.width:
             raise ValueError(f"{num_tokens} tokens do not fit a row of {self._tables.width} blocks")
         return num_blocks
 
     def missing(self, slot: int, num_tokens: int) -> int:
-        """Blocks that a slot lacks to hold so many tokens."""
+        """How many more blocks a slot needs to hold num_tokens."""
         self._tables.check_live(slot)
         return max(0, self.blocks_for(num_tokens) - int(self._tables.num_blocks_S[slot]))
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Capacity for ``num_tokens``, all or nothing."""
+        """Grow to a capacity of ``num_tokens``, all or nothing."""
         count = self.missing(slot, num_tokens)
         if count:
             self._tables.append_to(slot, self._pool.allocate(count))
 
     def grow_many(self, slots_S: np.ndarray, num_tokens_S: np.ndarray) -> np.ndarray:
-        """`grow` for each slot in turn; those that it refused. Only rows that cross a border are looked at."""
+        """`grow` for each slot in turn. Returns the slots that were refused. Only slots that need blocks cost more than
+        a few array operations."""
         slots_S = np.asarray(slots_S)
         if not self._tables.is_live_S[slots_S].all():
             raise ValueError(f"nobody holds slots {slots_S[~self._tables.is_live_S[slots_S]].tolist()}")
@@ -262,7 +264,7 @@ class Growth:
         return self._grow_rows(slots_S[rows], counts_S[rows]) if len(rows) else _NO_SLOTS
 
     def prepare_write(self, slot: int, position: int) -> None:
-        """The block of a position belongs to this slot alone afterwards, and is not in the prefix index."""
+        """Make the block at a position exclusive to this slot, and take it out of the prefix index."""
         column = self._column(slot, position)
         block = int(self._tables.table_SM[slot, column])
         if self._num_owners(block) > 1:
@@ -272,7 +274,7 @@ class Growth:
         self._chains[slot].truncate(column)
 
     def prepare_write_many(self, slots_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
-        """`prepare_write` for each in turn; the slots that found no block for their copy."""
+        """`prepare_write` for each in turn. Returns the slots for which there was no block to copy to."""
         blocks_S = self._tables.table_SM[slots_S, np.asarray(positions_S) // self._block_size]
         is_shared = (self._pool.ref_P[blocks_S] != 1) | self._pool.index.holds(blocks_S) | (blocks_S < 0)
         refused = []
@@ -284,7 +286,7 @@ class Growth:
         return np.array(refused, np.int32)
 
     def drop_sources(self, sources: list[int]) -> None:
-        """Give back references that the copy queue owned."""
+        """Drop references that the copy queue owned."""
         for source in sources:
             self._pool.drop(np.array([source], np.int32))
 
@@ -301,7 +303,7 @@ class Growth:
         return slots_R[refused_R].astype(np.int32)
 
     def _refuse(self, counts_R: np.ndarray) -> np.ndarray:
-        """bool per row: which of them `grow`, called one after the other, would refuse."""
+        """bool per row: whether `grow` would refuse it if called for one row after another."""
         free = self._pool.num_available
         if counts_R.sum() <= free:
             return np.zeros(len(counts_R), np.bool_)
@@ -321,7 +323,7 @@ class Growth:
         return column
 
     def _num_owners(self, block: int) -> int:
-        """Rows that hold a block: a queued copy out of it happens before any write, so it does not count."""
+        """How many rows hold a block. Copies that are queued from it do not count: they happen before any write."""
         return int(self._pool.ref_P[block]) - self.copies.num_from(block)
 
     def _copy_on_write(self, slot: int, column: int, block: int) -> None:
