@@ -1,6 +1,6 @@
-"""What an output must look like: from a caller's schema, regular expression, grammar or choice to a checked grammar.
+"""Constraints on an output: from a caller's schema, regular expression, grammar or choice to a checked grammar.
 
-`json_schema`, `gbnf`, `choice` and `tool_calls` each read one kind of source and give llguidance's own notation;
-`source` puts them together, `check` says whether llguidance takes the result. Used by gateways, to refuse early and by
-name, and by workers, to compile. Must not know requests, tokens, processes.
+`json_schema`, `gbnf` and `tool_calls` each convert one kind of source to a form that llguidance reads; `source` covers
+all kinds, and `check` says whether llguidance accepts the result. Used by gateways, to refuse early and with a reason,
+and by workers, to compile. Must not know requests, tokens, processes.
 """

@@ -33,7 +33,7 @@ _UNSUPPORTED_WORDS = (
 
 
 def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
-    """Raises GrammarRefused. Takes milliseconds, seconds at most, and releases the interpreter's lock meanwhile."""
+    """Raises GrammarRefused. Takes milliseconds, seconds at most, and releases the GIL meanwhile."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
         to_llguidance(grammar, limits), limits=limits.for_parser()
     )
@@ -44,8 +44,8 @@ def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
 
 
 def _check_each_tool(grammar: Grammar, limits: GrammarLimits) -> None:
-    """Raises GrammarRefused where the arguments of one are at fault, by its place: of all together the library tells
-    lines of a grammar that its caller never saw."""
+    """Raises GrammarRefused, with the tool's path, if the parameters of one tool are at fault. For all tools together,
+    the library would name lines of a grammar that the caller never saw."""
     for index, schema in enumerate(parameters_of(grammar.source, limits)):
         if schema is None:
             continue
@@ -56,7 +56,7 @@ def _check_each_tool(grammar: Grammar, limits: GrammarLimits) -> None:
 
 
 def refused(message: str) -> GrammarRefused:
-    """The library's message as a refusal of its kind."""
+    """The refusal for the library's error message."""
     message = next((line for line in message.splitlines() if line.startswith("error: ")), message)
     message = message.removeprefix("error: ").partition("\n<")[0]
     lower = message.lower()
@@ -64,7 +64,7 @@ def refused(message: str) -> GrammarRefused:
         return GrammarRefused(Refusal.LIMIT, f"is too complex: {one_line(message)}")
     if any(words in lower for words in _UNSUPPORTED_WORDS):
         return GrammarRefused(Refusal.UNSUPPORTED, one_line(message))
-    if "noextension" in lower:  # the library's state, no message
+    if "noextension" in lower:  # a state of the library, not a message
         return GrammarRefused(Refusal.UNSATISFIABLE, "nothing can match: its rules never lead to a text")
     if "unsatisfiable" in lower or "is empty" in lower:
         return GrammarRefused(Refusal.UNSATISFIABLE, f"nothing can match: {one_line(message)}")

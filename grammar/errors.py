@@ -1,4 +1,4 @@
-"""What can be wrong with a grammar."""
+"""Why a grammar is refused."""
 
 import re
 from enum import Enum
@@ -8,9 +8,9 @@ _NOISE = re.compile(r"\s+")
 
 
 class Refusal(Enum):
-    """Why a grammar is refused, as a closed set: it labels metrics."""
+    """Why a grammar is refused. A closed set, since metrics use it as a label."""
 
-    SYNTAX = "syntax"  # it cannot be read
+    SYNTAX = "syntax"  # it is malformed
     UNSUPPORTED = "unsupported"  # a keyword, format or construct that is not served
     LIMIT = "limit"  # larger, deeper or more complex than the limits allow
     UNSATISFIABLE = "unsatisfiable"  # nothing matches it
@@ -19,7 +19,7 @@ class Refusal(Enum):
 
 
 class GrammarRefused(Exception):
-    """path: where in the source, such as ``properties.name.format``; empty for the whole of it."""
+    """path: where in the source, such as ``properties.name.format``; empty for the whole source."""
 
     def __init__(self, refusal: Refusal, description: str, *, path: str = "") -> None:
         super().__init__(f"{path}: {description}" if path else description)
@@ -29,6 +29,6 @@ class GrammarRefused(Exception):
 
 
 def one_line(message: str) -> str:
-    """A library's message on one line, short enough for a status."""
+    """A library's message on one line, shortened to fit a status."""
     text = _NOISE.sub(" ", message).strip()
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"

@@ -1,9 +1,9 @@
-"""From GBNF to llguidance's Lark.
+"""Converts GBNF to llguidance's Lark.
 
-Rules that reach no recursion become terminals, that is regular expressions, and so does every run of such parts within
-other rules: a terminal takes the longest text that it can, and what stands in one terminal is matched exactly. Runs
-that meet so that the longest match would decide wrongly (`grammar.gbnf_borders`) are cut into smaller ones, down to
-single characters: exact, and slower.
+Rules that lead to no recursion become terminals, that is, regular expressions, and so does every run of such parts
+within other rules. A terminal matches the longest text that it can, and is exact inside. Where runs meet such that the
+longest match would be wrong (`grammar.gbnf_borders`), they are split into smaller ones, down to single characters: this
+is exact, but slower.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from octavo.grammar.lark import class_character, quoted
 from octavo.grammar.limits import GrammarLimits
 
 ROOT = "root"
-MAX_DIVISIONS = 8  # each looks at the whole grammar
+MAX_DIVISIONS = 8  # each one goes through the whole grammar
 MAX_RULE_DEPTH = 128
-# For grammars with recursion: llguidance's limits do not bound the seconds that these take.
+# For grammars with recursion: llguidance's limits do not bound the time that these take.
 MAX_PARTS = 1_000
 MAX_TEXT = 512
 
 
 def gbnf_to_lark(source: str, limits: GrammarLimits) -> str:
-    """Raises GrammarRefused."""
+    """The grammar in Lark. Raises GrammarRefused."""
     num_bytes = len(source.encode())
     if num_bytes > limits.max_source_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has {num_bytes} bytes, at most {limits.max_source_bytes} are allowed")
@@ -45,7 +45,7 @@ def _check_names(rules: dict[str, Node]) -> None:
 
 
 def _check_depth(rules: dict[str, Node]) -> None:
-    """Bounds how deep rules name rules, recursion apart: llguidance's compiler calls itself for each level."""
+    """Limit how deep rules are nested, without recursion: llguidance's compiler recurses once for each level."""
     depths: dict[str, int] = {}
     for name in _regular_rules(rules):
         depths[name] = 1 + max((depths[used] for used in _references(rules[name])), default=0)
@@ -87,14 +87,14 @@ def _references(node: Node) -> Iterator[str]:
 
 
 def _regular_rules(rules: dict[str, Node]) -> list[str]:
-    """Rules that lead to no recursion, each after those that it names."""
+    """Rules that lead to no recursion, in an order in which each comes after the rules that it names."""
     num_open = {name: len(set(_references(node))) for name, node in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, node in rules.items():
         for used in set(_references(node)):
             users[used].append(name)
     ordered = [name for name, count in num_open.items() if not count]
-    for name in ordered:  # grows meanwhile
+    for name in ordered:  # grows during the loop
         for user in users[name]:
             num_open[user] -= 1
             if not num_open[user]:
@@ -103,7 +103,7 @@ def _regular_rules(rules: dict[str, Node]) -> list[str]:
 
 
 class _Planner:
-    """Cuts rules into runs, and those runs that the longest match would decide wrongly into smaller ones."""
+    """Divides rules into runs, and splits runs for which the longest match would be wrong into smaller ones."""
 
     def __init__(self, rules: dict[str, Node], regular: list[str]) -> None:
         self._rules = rules
@@ -112,7 +112,7 @@ class _Planner:
         self._divided: set[Node] = set()
 
     def plans(self) -> dict[str, Plan]:
-        """By name, for the root and for every rule that is not within a run."""
+        """Plans by rule name: of the root, and of every rule that is not within a run."""
         reaches: dict[str, Reach] = {}
         for name in self._ordered:
             reaches[name] = reach(self._rules[name], reaches)
@@ -152,7 +152,7 @@ class _Planner:
         return Series(tuple(self._plan(part) for part in broken_up(node)))
 
     def _gathered(self, items: tuple[Node, ...]) -> Iterator[Node]:
-        """The items, with neighbours that are regular joined into one."""
+        """The items, with adjacent regular ones joined into one."""
         run: list[Node] = []
         for item in (*items, None):
             if item is not None and self._is_regular(item):
@@ -166,7 +166,7 @@ class _Planner:
 
 
 class _Writer:
-    """Lark names: T0, T1 … for rules as terminals, r0, r1 … for rules that are none, X0, X1 … for runs."""
+    """Lark names: T0, T1 … for rules as terminals, r0, r1 … for rules proper, X0, X1 … for runs."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules

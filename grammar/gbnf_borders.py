@@ -1,8 +1,8 @@
-"""Where the parts of a recursive grammar meet so that the longest match would decide wrongly.
+"""Finds where the parts of a recursive grammar meet such that the longest match would be wrong.
 
-A **run** is a part without recursion, which is matched as a whole. After a run, or at the beginning, several runs may
-come. It must be clear where a run ends: no run that may follow begins with a character that could go on with it, and of
-those that may begin at one place no two begin alike.
+A **run** is a part without recursion, which is matched as a whole. Several runs may be possible after a run, or at the
+beginning. It must be clear where a run ends: no run that may follow begins with a character that could continue it, and
+no two runs that are possible at the same place begin with the same character.
 """
 
 from collections.abc import Mapping
@@ -27,21 +27,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One after the other."""
+    """All of the parts, in order."""
 
     parts: tuple["Plan", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """One of them."""
+    """One of the parts."""
 
     parts: tuple["Plan", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """As `grammar.gbnf_parser.Repeat`."""
+    """A repeated part; see `grammar.gbnf_parser.Repeat`."""
 
     part: "Plan"
     low: int
@@ -50,7 +50,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A rule that is no run."""
+    """A reference to a rule that is no run."""
 
     name: str
 
@@ -60,7 +60,7 @@ Plan = Run | Series | Either | Many | Call
 
 @dataclass(slots=True)
 class _Edge:
-    """The runs that a plan may begin and end with."""
+    """The runs with which a plan may begin and end."""
 
     is_nullable: bool = False
     first: frozenset[Run] = frozenset()
@@ -69,7 +69,7 @@ class _Edge:
 
 @dataclass(slots=True)
 class _Meetings:
-    """Which runs may follow which, over all rules, until nothing new is found."""
+    """Which runs may follow which, over all rules. `settle` iterates until nothing new is found."""
 
     plans: Mapping[str, Plan]
     reaches: dict[Run, Reach]
@@ -128,7 +128,7 @@ class _Meetings:
 
 
 def unclear(plans: Mapping[str, Plan], root: str, regular: Mapping[str, Reach]) -> set[Node]:
-    """The runs that must be divided. regular: the reach of each rule that runs name."""
+    """The nodes of the runs that must be split. regular: the reach of each rule that runs name."""
     runs = {run for plan in plans.values() for run in _runs(plan)}
     if len(runs) > MAX_RUNS or len(plans) > MAX_RULES:
         return set()
@@ -147,7 +147,7 @@ def unclear(plans: Mapping[str, Plan], root: str, regular: Mapping[str, Reach]) 
 
 
 def _longer(one: Node, other: Node) -> set[Node]:
-    """Of two that begin alike: those that are more than a character, unless they differ before either ends."""
+    """Of two nodes that begin alike, those that can be split; none if they are texts that differ before either ends."""
     if isinstance(one, Text) and isinstance(other, Text):
         is_beginning = one.text.startswith(other.text) or other.text.startswith(one.text)
         return {one, other} if is_beginning else set()
@@ -170,7 +170,7 @@ def _runs(plan: Plan) -> set[Run]:
 
 
 def broken_up(node: Node) -> tuple[Node, ...]:
-    """The parts of a run that must be divided, one level down; a rule's name stays as it is."""
+    """The parts of a run that must be split, one level down; a rule's name stays as it is."""
     match node:
         case Text(text):
             return tuple(Text(character) for character in text)

@@ -1,4 +1,4 @@
-"""Reads GBNF, the EBNF of llama.cpp (its grammars/README.md), into a tree.
+"""Parses GBNF, the EBNF of llama.cpp (its grammars/README.md), into a tree.
 
 root ::= "yes" | "no" ws number{1,3}     # rules, texts, classes, groups, * + ? {m} {m,} {m,n}
 """
@@ -15,14 +15,14 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """These characters."""
+    """A literal text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """One character of these ranges, both ends included; or, negated, of none of them."""
+    """One character in these ranges, both ends included; if negated, one that is in none of them."""
 
     ranges: tuple[tuple[str, str], ...]
     is_negated: bool
@@ -30,14 +30,14 @@ class Class:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Another rule."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Items one after the other; without items, the empty text."""
+    """All of the items, in order; without items, the empty text."""
 
     items: tuple["Node", ...]
 
@@ -51,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The item, low to high times; high None: without a limit."""
+    """The item, low to high times; high None: no upper limit."""
 
     item: "Node"
     low: int
@@ -63,7 +63,7 @@ ANYTHING = Class((), True)
 
 
 def parse_gbnf(source: str) -> dict[str, Node]:
-    """Rules by name. Raises GrammarRefused with the line."""
+    """The rules by name. Raises GrammarRefused, for syntax errors with the line."""
     return _Parser(source).rules()
 
 
@@ -205,7 +205,7 @@ class _Parser:
         return self._source[start : self._at]
 
     def _skip_inside(self) -> None:
-        """Blanks; inside groups, and before a |, also the ends of lines."""
+        """Skip blanks and comments; inside groups, and before a |, also line ends."""
         self._skip_blanks()
         start = self._at
         self._skip_lines()

@@ -1,6 +1,6 @@
-"""Which characters a part of a grammar begins with, and which may continue it once it is complete.
+"""Which characters a part of a grammar may begin with, and which may continue it once it is complete.
 
-For parts without recursion. Where a part is ambiguous within itself, the answer may have too many.
+For parts without recursion. If a part is ambiguous in itself, the answer may include too many characters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from octavo.grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text
 
 Ranges = tuple[tuple[int, int], ...]
-"""Of code points, both ends included, in no order."""
+"""Ranges of code points, both ends included, in no particular order."""
 
 _LAST = 0x10FFFF
 _MAX_SPANS = 64
@@ -17,8 +17,8 @@ _MAX_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Characters of a part. first: that its texts begin with. further: that may follow a complete text within a longer
-    one. every: all of them."""
+    """Characters of a part's texts. first: those that a text may begin with. further: those that may follow a complete
+    text within a longer one. every: all of them."""
 
     is_nullable: bool
     first: Ranges
@@ -30,7 +30,7 @@ NOTHING = Reach(True, (), (), ())
 
 
 def reach(node: Node, rules: Mapping[str, Reach]) -> Reach:
-    """The reach of a node. rules: that of each rule that the node names."""
+    """The reach of a node. rules: the reach of each rule that the node names."""
     match node:
         case Text(text):
             spans = _short(dict.fromkeys((ord(character), ord(character)) for character in text))
@@ -51,14 +51,14 @@ def reach(node: Node, rules: Mapping[str, Reach]) -> Reach:
 
 
 def overlap(one: Ranges, other: Ranges) -> bool:
-    """Whether they share a character."""
+    """Whether the ranges share a character."""
     return any(low <= top and bottom <= high for low, high in one for bottom, top in other)
 
 
 def _then(one: Reach, other: Reach) -> Reach:
     every = _joined(one.every, other.every)
     first = _joined(one.first, other.first) if one.is_nullable else one.first
-    if overlap(one.further, other.first):  # it is not clear where the first one ends
+    if overlap(one.further, other.first):  # it is not clear where the first part ends
         return Reach(one.is_nullable and other.is_nullable, first, every, every)
     further = _joined(one.further, other.first, other.further) if other.is_nullable else other.further
     return Reach(one.is_nullable and other.is_nullable, first, further, every)
@@ -82,7 +82,7 @@ def _times(item: Reach, low: int, high: int | None) -> Reach:
     is_open = overlap(item.further, item.first)
     further = item.every if is_open else _joined(item.further, item.first)
     if low == high and not item.is_nullable and not is_open:
-        further = item.further  # always the same number: no text is complete before the last one
+        further = item.further  # the number is fixed: no text is complete before the last item
     return Reach(is_nullable, item.first, further, item.every)
 
 
@@ -91,7 +91,7 @@ def _joined(*ranges: Ranges) -> Ranges:
 
 
 def _short(spans: Iterable[tuple[int, int]]) -> Ranges:
-    """More than _MAX_SPANS as one range that covers them, so that comparing stays cheap."""
+    """If there are more than _MAX_SPANS, one range that covers them all, so that comparing stays cheap."""
     spans = tuple(spans)
     if len(spans) <= _MAX_SPANS:
         return spans

@@ -1,8 +1,8 @@
-"""Numbers, texts, formats and references of JSON schemas: what llguidance takes exactly; else refused by its path.
+"""Numbers, texts, formats and references of JSON schemas: llguidance gets what it handles exactly; the rest is refused.
 
-llguidance holds every number of a schema as a double, reads decimals to the last place but one, writes the shortest
-decimal that names the double, and forms ranges of integers with 64 bits; of texts that it matches it drops control
-characters that have no short escape. A value that it would change is refused here.
+llguidance stores every number of a schema as a double, may read the last place of a decimal wrongly, writes the
+shortest decimal of a double, and forms ranges of integers in 64 bits. It drops control characters without a short
+escape from texts that it matches. A value that it would change is refused here, with its path.
 """
 
 import math
@@ -20,30 +20,30 @@ from octavo.grammar.lark import ends_in_escape
 Json = dict[str, Any]
 Number = int | Decimal
 
-TYPES = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
+TYPES = ("null", "boolean", "number", "string", "array", "object")  # integers count as numbers
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 MAX_WHOLE = 2**53  # up to here every whole number is a double
 MAX_BOUND = 10**18
-# What outer bounds beyond the library's integers are narrowed to. It reads its highest one from the double above that.
+# Bounds beyond the library's range are narrowed to these. It reads its highest integer from the double above that.
 _INTEGERS = (-(2**63) + 1024, 2**63 - 1)
 _NUMBERS = (-92 * 10**17, 92 * 10**17)
-_LEAST = Decimal("1e-60")  # the library nests its expressions once a digit
-_MAX_DIVISOR = 2**32 // 10 - 1  # the library adds a digit to a remainder of it, in 32 bits
-_MAX_REMAINDERS = 100_000  # it visits all, 10 µs and a kilobyte each, but for one or two digits with zeros behind them
+_LEAST = Decimal("1e-60")  # the library nests its expressions once per digit
+_MAX_DIVISOR = 2**32 // 10 - 1  # the library appends a digit to a remainder by it, in 32 bits
+_MAX_REMAINDERS = 100_000  # it visits all, 10 µs and a kilobyte each, except for one or two digits followed by zeros
 _MEETING = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "dependencies", "patternProperties")
 _ENCODER = msgspec.json.Encoder(decimal_format="number")
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Characters of a regular expression that mean one of _UNWRITTEN, as such or escaped.
+# Parts of a regular expression that match a character of _UNWRITTEN, literally or escaped.
 _CODE = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
 _CONTROL = rf"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x{_CODE}|u00{_CODE}|[xu]\{{0*(?:{_CODE}|[0-7bBeEfF])\}}|[av])"
 _PROPERTY, _BRACKETS = r"\\[pP](?:\{[^}]*\}|.)", r"\[(?P<negated>\^?)(?P<class>\]?(?:\\.|[^\]\\])*)\]"
 _REGEX_PART = re.compile(rf"(?P<control>{_CONTROL})|(?P<property>{_PROPERTY})|\\.|{_BRACKETS}", re.DOTALL)
 _IN_CLASS = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)  # a character, a class or a range
 _COUNTED = "is supported where nothing but the required properties is named, or one more of the named ones counts"
-_SET_SIGNS = "[]&~-"  # of which the library makes sets of sets
+_SET_SIGNS = "[]&~-"  # which the library reads as nested sets or operations on sets
 
 # Dates and times of RFC 3339, without leap seconds and without the year 0, so that every date exists in every calendar
 # library.
@@ -59,19 +59,19 @@ _CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_CLOCK}:[0-5][0-9](?:\\.[0-9]{{1,6}})?(?:Z|[+-]{_CLOCK})"
 
 OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Formats that llguidance takes too loosely, by name: a pattern of the whole string."""
+"""Formats for which llguidance is too lax, by name: a pattern for the whole string."""
 
 LIBRARY_FORMATS = frozenset(("email", "hostname", "ipv4", "ipv6", "uri", "uuid", "duration"))
-"""Formats whose expressions are llguidance's."""
+"""Formats that are left to llguidance."""
 
 
 def encode(schema: Any) -> str:
-    """JSON text in which the library reads each number as it is meant."""
+    """A schema as JSON text, in which numbers are spelled so that the library reads their exact values."""
     return _ENCODER.encode(_spelled(schema)).decode()
 
 
 def check_type(value: Any, path: str) -> None:
-    """The name of a type, or a list of such. Raises GrammarRefused."""
+    """Check the name of a type, or a list of names. Raises GrammarRefused."""
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in (*TYPES, "integer"):
             names = ", ".join((*TYPES, "integer"))
@@ -79,22 +79,22 @@ def check_type(value: Any, path: str) -> None:
 
 
 def check_text(text: str, path: str) -> None:
-    """A const, or one of an enum. Raises GrammarRefused."""
+    """Check a string in a const or an enum. Raises GrammarRefused."""
     if found := _UNWRITTEN.search(text):
         raise _refused(path, f"has the control character U+{ord(found[0]):04X}, which is not supported")
 
 
 def check_encoding(value: Any, path: str) -> None:
-    """Half a surrogate pair is no character, anywhere in a schema. Raises GrammarRefused."""
+    """Raises GrammarRefused if any text in a schema has half a surrogate pair, which is no character."""
     for place, text in _texts(value, path):
         if _SURROGATE.search(text):
             raise _refused(place, "has half a surrogate pair, which no text can have")
 
 
 def pattern(value: Any, path: str) -> Any:
-    """A regular expression as the library needs it. That drops control characters that stand alone, and a backslash at
-    the end; and writes quotation marks and backslashes for any set with all characters below U+0020, also for one that
-    excludes those: sets leave out U+0000, which is never written. Raises GrammarRefused."""
+    """A regular expression as the library needs it. Raises GrammarRefused for control characters on their own and a
+    backslash at the end, which the library drops. For a set with all characters below U+0020 it writes quotation marks
+    and backslashes, even if the set excludes these: so U+0000, which is never written, is taken out of sets."""
     if not isinstance(value, str):
         return value
     if ends_in_escape(value):
@@ -118,7 +118,7 @@ def _as_in_ecma(found: re.Match[str]) -> str:
 
 
 def check_literal(value: Any, path: str) -> None:
-    """A const, or one of an enum, whatever it is. Raises GrammarRefused."""
+    """Check a const, or the values of an enum, of any type. Raises GrammarRefused."""
     if isinstance(value, str):
         check_text(value, path)
     elif isinstance(value, list):
@@ -132,20 +132,20 @@ def check_literal(value: Any, path: str) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[Number]:
-    """True and False are not numbers."""
+    """Whether a value is a number; True and False are not."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 
 def count(value: Any, path: str) -> int:
-    """A length or a number of items. Raises GrammarRefused."""
+    """A length or number of items, as int. Raises GrammarRefused."""
     if is_number(value) and 0 <= value < 2**32 and value == int(value):
         return int(value)
     raise GrammarRefused(Refusal.SYNTAX, "must be a whole number from 0 to 4294967295", path=path)
 
 
 def property_counts(schema: Json, path: str) -> Json:
-    """The schema without counts of properties that hold by themselves. The library counts a key twice that comes twice
-    and has no name here, and of named ones that may be left out at most one. Raises GrammarRefused."""
+    """The schema without property counts that always hold. Raises GrammarRefused for those that the library gets wrong:
+    it counts an unnamed key that occurs twice as two, and at most one of the optional named properties."""
     names, required = {*schema.get("properties", ())}, {*schema.get("required", ())}
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     least, most, one_more = schema.get("minProperties", 0), schema.get("maxProperties", math.inf), len(required) + 1
@@ -160,7 +160,7 @@ def property_counts(schema: Json, path: str) -> Json:
 
 class Divisors:
     """Every `multipleOf` of a schema: several may apply to one value, and the library multiplies them in 32 bits.
-    schema: the whole; where it includes schemas in others, one may apply to a value twice."""
+    schema: the whole one; if it includes schemas in others, one of them may apply to a value twice."""
 
     def __init__(self, schema: Any) -> None:
         self._most = 2**16 - 1 if mentions(schema, ("allOf", "$ref")) else _MAX_DIVISOR
@@ -170,7 +170,7 @@ class Divisors:
         self._exponent = 0
 
     def add(self, value: Any, path: str) -> Number:
-        """Adds one; a path that was added before changes nothing. Raises GrammarRefused."""
+        """Add a divisor and return it; a path that was added before changes nothing. Raises GrammarRefused."""
         if not is_number(value) or value <= 0:
             raise GrammarRefused(Refusal.SYNTAX, "must be a number greater than 0", path=path)
         divisor, exponent = _divisor(value)
@@ -191,9 +191,8 @@ class Divisors:
 
 
 def bounds(schema: Json, path: str, *, nearest: bool) -> Json:
-    """The schema's bounds as the library needs them, numeric ones only. nearest: an exclusive whole bound
-    becomes the next double, since the library takes the bound itself for a number within where the other one is a
-    fraction. Raises GrammarRefused."""
+    """The schema's numeric bounds as the library needs them. nearest: an exclusive integer bound becomes the next
+    double, since the library includes the bound itself if the other one is a fraction. Raises GrammarRefused."""
     given = {key: schema[key] for key in BOUNDS if key in schema and not isinstance(schema[key], bool)}
     for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if schema.get(exclusive) is True and inclusive in given:  # as in draft 4
@@ -217,17 +216,17 @@ def bounds(schema: Json, path: str, *, nearest: bool) -> Json:
 
 
 def has_fractions(schema: Any) -> bool:
-    """Whether any bound in a schema is no whole number."""
+    """Whether any bound in a schema is not an integer."""
     return any(isinstance(value, Decimal) and not _is_whole(value) for key, value in _members(schema) if key in BOUNDS)
 
 
 def mentions(schema: Any, keywords: tuple[str, ...]) -> bool:
-    """Whether any of these keywords stands in a schema, or a property of that name."""
+    """Whether any of these keywords, or a property with such a name, occurs in a schema."""
     return any(key in keywords for key, _ in _members(schema))
 
 
 def has_depth(value: Any, depth: int) -> bool:
-    """Whether lists and objects stand so deep inside each other."""
+    """Whether lists and objects are nested deeper than this."""
     if not isinstance(value, dict | list):
         return False
     return depth == 0 or any(
@@ -247,11 +246,11 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bound(key: str, value: Number, *, is_integer: bool, nearest: bool) -> tuple[str, Number | None]:
-    """The keyword and the number for the library; None where it can hold no such number."""
+    """The keyword and the number for the library; None if it cannot hold the number."""
     is_exclusive, is_lower = key.startswith("exclusive"), key.endswith("inimum")
     if not _is_whole(value):
         return key, value if abs(Decimal(value)) >= _LEAST and _names_a_double(value) else None
-    if not -(2**63) <= value <= 2**63:  # its digits may be a billion
+    if not -(2**63) <= value <= 2**63:  # it may have a billion digits
         return key, None
     whole = int(value)
     if is_exclusive and is_integer:  # the library would add one to a double
@@ -283,13 +282,13 @@ def _stricter(held: Number | None, value: Number, *, is_lower: bool) -> Number:
 
 
 def _is_written_exactly(value: Number) -> bool:
-    if _is_whole(value):  # a range of one integer, of 64 bits
+    if _is_whole(value):  # written as a range of one 64-bit integer
         return -(2**63) < value < 2**63 and float(value) == value
     return _names_a_double(value)
 
 
 def _names_a_double(value: Number) -> bool:
-    """Whether the library, once it has read the number, writes these very digits."""
+    """Whether the library writes exactly these digits after it has read the number."""
     try:
         nearest = float(value)
     except OverflowError:
@@ -298,7 +297,7 @@ def _names_a_double(value: Number) -> bool:
     if shortest is None or shortest != value or _spelling(nearest) is None:
         return False
     last_place = Decimal(1).scaleb(int(shortest.as_tuple().exponent))
-    return abs(Decimal(nearest) - shortest) * 2 != last_place  # there the library may round to the other side
+    return abs(Decimal(nearest) - shortest) * 2 != last_place  # a tie, which the library may round the other way
 
 
 def _is_whole(value: Number) -> bool:
@@ -306,7 +305,7 @@ def _is_whole(value: Number) -> bool:
 
 
 def _divisor(value: Number) -> tuple[int | None, int]:
-    """Digits, and how many of them stand behind the point, as the library finds them: by multiplication."""
+    """The digits as an integer (None if inexact), and how many are decimals, as the library finds them."""
     if not _names_a_double(value):
         return None, 0
     scaled, exponent = float(value), 0
@@ -328,8 +327,8 @@ def _spelled(value: Any) -> Any:
 
 
 def _spelling(number: float) -> Decimal | None:
-    """A decimal that the library reads as this double, which it does not of all of them: it rounds the digits, then
-    divides by a power of ten."""
+    """A decimal that the library reads as this double; None if none is found. It misreads some decimals, as it first
+    rounds the digits and then divides by a power of ten."""
     shortest = Decimal(repr(number))
     for candidate in (abs(shortest), *_near(abs(number))):
         _, digits, exponent = candidate.as_tuple()
@@ -350,7 +349,7 @@ def _near(number: float) -> Iterator[Decimal]:
 
 
 def _as_read(significand: int, exponent: int) -> float:
-    """serde_json's reading without its feature `float_roundtrip`."""
+    """The number as serde_json reads it without its feature `float_roundtrip`."""
     number = float(significand)
     if exponent > 308:
         return math.inf
@@ -383,7 +382,7 @@ def _refused(path: str, description: str) -> GrammarRefused:
 
 
 def pointed_to(whole: Any, reference: str) -> Any:
-    """What a reference into the whole points to; None where there is nothing."""
+    """What a reference into the whole schema points to; None if there is nothing."""
     value = whole
     for name in names_of(reference):
         if isinstance(value, dict) and name in value:
@@ -396,5 +395,5 @@ def pointed_to(whole: Any, reference: str) -> Any:
 
 
 def names_of(reference: str) -> list[str]:
-    """Its parts: percent signs as in URLs, then JSON pointer's own."""
+    """The parts of a reference, with percent-encoding and then JSON pointer escapes decoded."""
     return [unquote(name).replace("~1", "/").replace("~0", "~") for name in reference.split("/")[1:]]

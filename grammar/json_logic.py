@@ -1,7 +1,7 @@
-"""Conclusions from JSON schemas: whether one value can be valid under several, and a schema's opposite.
+"""Logic on JSON schemas: whether one value can be valid under several, and a schema's negation.
 
-Made for schemas in the form that `grammar.json_schema` gives out, so each keyword here is one that is enforced. Both
-answers are only given where they are certain.
+Expects schemas as `grammar.json_schema` rewrites them, so that each keyword is enforced. Answers err on the safe side:
+a value may be said to be possible though it is not, and a negation is given only if it is exact.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,17 +18,17 @@ Resolve = Callable[[str], Schema | None]
 _MAX_DEPTH = 6
 _MAX_WORK = 200_000  # about half a second
 _MAX_WAYS = 64
-_MAX_ARRANGEMENTS = 400  # of distinct items: all of five values
+_MAX_ARRANGEMENTS = 400  # of distinct items: enough for all arrangements of five values
 _ANNOTATIONS = ("$schema", "$id", "id", "$anchor", "$defs", "definitions")
 _INCLUDING = ("allOf", "anyOf", "oneOf", "$ref")
-_EXCLUDED = "x-excluded"  # what a pattern made here leaves out; the library knows no such keyword
+_EXCLUDED = "x-excluded"  # values that a pattern made here excludes; the library ignores the keyword
 _INFINITE = float("inf")
 
 
 @dataclass
 class _Facts:
-    """Several schemas that one value must be valid under. bases: their own keywords; groups: the options of each
-    `anyOf`."""
+    """Several schemas under which one value must be valid. bases: their own keywords; groups: the options of each
+    `anyOf` or `oneOf`."""
 
     bases: list[Json] = field(default_factory=list)
     groups: list[list[Schema]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class _Facts:
 
 
 class Logic:
-    """resolve: the schema that a reference points to, None where that is not known; outline: a part of what it says."""
+    """resolve: the schema to which a reference points, None if that is not known; outline: a part of it."""
 
     def __init__(self, resolve: Resolve, outline: Callable[[str], Json] = lambda reference: {}) -> None:
         self._resolve = resolve
@@ -48,11 +48,12 @@ class Logic:
         self._work = 0
 
     def can_meet(self, *schemas: Schema) -> bool:
-        """False where no value can be valid under all of them."""
+        """False if no value can be valid under all of the schemas; True if one can, or that is not certain."""
         return not self._is_never(schemas, _MAX_DEPTH)
 
     def meeting(self, options: list[Schema], beside: Schema) -> set[tuple[int, int]]:
-        """Pairs of options that one value may be valid under, valid under ``beside`` too; the lower index first."""
+        """Pairs of options, lower index first, under both of which one value may be valid that is also valid under
+        ``beside``."""
         values = [self._values(self._facts([option])) for option in options]
         having: dict[Any, list[int]] = {}
         for index, each in enumerate(values):
@@ -65,12 +66,12 @@ class Logic:
         return {pair for pair in pairs if self.can_meet(beside, *(options[index] for index in pair))}
 
     def negation(self, schema: Schema) -> Schema | None:
-        """A schema for all other values; None where none can be written."""
+        """A schema for all other values; None if it cannot be written."""
         return self._negation(schema, _MAX_DEPTH)
 
     def ways(self, groups: list[list[Schema]], beside: Schema) -> list[list[Schema]] | None:
-        """One option of each group, in every way that some value can be valid under, valid under ``beside`` too; None
-        where there are too many."""
+        """Every choice of one option per group under which some value may be valid together with ``beside``; None if
+        there are too many."""
         ways: list[list[Schema]] = [[]]
         for options in groups:
             longer = [[*way, option] for way in ways for option in options]
@@ -80,8 +81,8 @@ class Logic:
         return ways
 
     def evaluated(self, schema: Json) -> Json | None:
-        """`properties` and `patternProperties` that a schema and those that it includes evaluate; None where that
-        depends on the value."""
+        """`properties` and `patternProperties` that are evaluated by a schema and those that it includes; None if that
+        depends on the value, or is not known."""
         facts = self._facts([schema])
         if facts.groups or not facts.is_complete:
             return None
@@ -92,7 +93,7 @@ class Logic:
         return {"properties": names, "patternProperties": patterns}
 
     def distinct_items(self, schema: Json) -> Schema | None:
-        """What `uniqueItems` adds to an array schema; None where it cannot be written."""
+        """The schema that `uniqueItems` adds to an array schema; None if it cannot be written."""
         most, prefix, items = schema.get("maxItems"), schema.get("prefixItems", []), schema.get("items", True)
         if isinstance(items, list):  # as before 2020-12
             prefix, items = items, schema.get("additionalItems", True)
@@ -140,7 +141,7 @@ class Logic:
         self._pay(1 if isinstance(schema, bool) else 1 + len(schema) + len(schema.get("enum", ())) // 4)
 
     def _pay(self, work: int) -> None:
-        """Counts work: there is one limit for all schemas of a caller."""
+        """Count work; there is one limit for a whole schema. Raises GrammarRefused beyond it."""
         self._work += work
         if self._work > _MAX_WORK:
             raise GrammarRefused(
@@ -167,7 +168,7 @@ class Logic:
         return Logic(lambda reference: None)._types(_Facts(bases=[option]))
 
     def _values(self, facts: _Facts) -> list[Any] | None:
-        """All values that can be valid, and maybe some that are not; None where there are too many."""
+        """All values that can be valid, and possibly others; None if they cannot be listed."""
         lists = [*facts.of("enum"), *([value] for value in facts.of("const"))]
         types = self._types(facts)
         if not lists and types <= {"null", "boolean"}:
@@ -227,7 +228,8 @@ class Logic:
         return False if not parts else parts[0] if len(parts) == 1 else {"anyOf": parts}
 
     def _negations(self, keyword: str, value: Any, depth: int) -> list[Schema] | None:
-        """Schemas of which a value is valid under one where it breaks the keyword; None where none can be written."""
+        """Schemas such that a value is valid under at least one of them if it violates the keyword, and under none
+        otherwise; None if they cannot be written."""
         match keyword:
             case "type":
                 named = {value} if isinstance(value, str) else {*value}
@@ -260,7 +262,7 @@ class Logic:
 
 
 def _beyond(keyword: str, value: Any) -> list[Schema] | None:
-    """Schemas for the values on the other side of a bound; None for other keywords."""
+    """Schemas for the values on the other side of a bound; None for other keywords, or if they cannot be written."""
     opposite = dict(zip(BOUNDS, reversed(BOUNDS), strict=True))
     if keyword in opposite:
         return _range({opposite[keyword]: value})
@@ -273,7 +275,7 @@ def _beyond(keyword: str, value: Any) -> list[Schema] | None:
 
 
 def _range(ends: Json) -> list[Schema] | None:
-    """A schema for the numbers between two ends; None where the library cannot hold those."""
+    """A list of one schema, for the numbers between two ends; None if the library cannot hold these."""
     try:
         return [{"type": "number"} | bounds(ends, "", nearest=True)]
     except GrammarRefused:
@@ -285,7 +287,7 @@ def _having(key: str, schema: Schema) -> Schema:
 
 
 def _others(values: list[Any]) -> list[Schema] | None:
-    """Schemas for all values but these; None where none can be written."""
+    """Schemas for all values but these; None if they cannot be written."""
     types = {_type_of(value) for value in values}
     if types & {"array", "object"}:
         return None
@@ -306,7 +308,7 @@ def _others(values: list[Any]) -> list[Schema] | None:
 
 
 def _other_texts(texts: list[str]) -> str:
-    """A regular expression for every text but these: at each character it leaves them all, or follows some."""
+    """A regular expression for every text but these: each character either departs from all of them or follows some."""
     following: dict[str, list[str]] = {}
     for text in texts:
         if text:
@@ -333,7 +335,7 @@ def _type_of(value: Any) -> str:
 
 
 def _key(value: Any) -> Any:
-    """Equal for values that are equal in JSON, and for no others."""
+    """A hashable key, equal exactly for values that are equal in JSON."""
     if isinstance(value, list):
         return ("array", *map(_key, value))
     if isinstance(value, dict):
@@ -342,7 +344,7 @@ def _key(value: Any) -> Any:
 
 
 def _may_be(value: Any, base: Json) -> bool:
-    """False where the keywords of a schema exclude a value for sure."""
+    """False only if the keywords of a schema certainly exclude a value."""
     if "type" in base:
         named = [base["type"]] if isinstance(base["type"], str) else base["type"]
         is_whole = is_number(value) and value == int(value)
@@ -358,7 +360,7 @@ def _may_be(value: Any, base: Json) -> bool:
 
 
 def _property(base: Json, key: str) -> Schema:
-    """The schema of one property; True where that is not clear."""
+    """The schema of one property; True if that is not clear."""
     properties = base.get("properties", {})
     if key in properties:
         return properties[key]  # type: ignore[no-any-return]
@@ -376,7 +378,7 @@ def _is_empty_range(facts: _Facts) -> bool:
 
 
 def pattern_of(schema: Schema, resolve: Resolve) -> str | None:
-    """A regular expression for the texts that are valid under a schema; None where there is no single one."""
+    """A regular expression for the texts that are valid under a schema; None if it cannot be written as one."""
     if isinstance(schema, dict) and schema.keys() == {"$ref"}:
         target = resolve(schema["$ref"])
         return None if target is None else pattern_of(target, lambda reference: None)

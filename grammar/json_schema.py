@@ -1,8 +1,8 @@
-"""Checks a JSON schema and brings it into the form that llguidance enforces completely.
+"""Checks a JSON schema and rewrites it into a form that llguidance enforces completely.
 
-A keyword that validates and cannot be enforced is refused by its path in the schema; annotations and unknown keywords
-mean nothing, as the specification has it. Conditions, dependencies and the like become `anyOf` and
-`allOf` of schemas that the library has. Properties come in the order of the schema.
+A validation keyword that cannot be enforced is refused, with its path in the schema. Annotations and unknown keywords
+are ignored, as the specification says. Conditions, dependencies and the like become `anyOf` and `allOf` of keywords
+that the library supports. Properties are generated in the order of the schema.
 """
 
 import json
@@ -46,25 +46,25 @@ _REFUSED_WORDS = (
     "$recursiveAnchor $vocabulary extends disallow"
 )
 _REFUSED = frozenset(_REFUSED_WORDS.split())
-# What other references point to is moved to the definitions: the place where it stands may be dropped.
+# The targets of other references are moved to the definitions, since their own place may be dropped.
 _PLAIN_REFERENCE = re.compile(r"#|#/(?:\$defs|definitions)/[\w-]+")
 _MOVED = "moved:"
-_MAX_NESTING = 120  # of the library's reader, less what is put around a schema
-# A space, or a new line with its indentation: as people and models write JSON, and never white space without end. No
-# key is written with \u, which could hide its name.
+_MAX_NESTING = 120  # the limit of the library's parser, less what is put around a schema
+# A space, or a new line with its indentation: as people and models write JSON, and never endless white space. No \u
+# escapes, which could hide the name of a key.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,32})?", "json_allowed_escapes": 'nrtbf\\"'}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a schema stands. root: in the schema for the library, for its references. path: in what the caller sent."""
+    """The place of a schema. root: in the schema for the library, for references. path: in what the caller sent."""
 
     root: str = "#"
     path: str = ""
 
 
 def schema_text(text: str, limits: GrammarLimits, *, format_as_annotation: bool = False) -> str:
-    """A schema for the whole output, checked, as the library reads it. Raises GrammarRefused."""
+    """A checked schema for the whole output, as JSON text for the library. Raises GrammarRefused."""
     num_bytes = len(text.encode())
     if num_bytes > limits.max_source_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has {num_bytes} bytes, at most {limits.max_source_bytes} are allowed")
@@ -75,7 +75,7 @@ def schema_text(text: str, limits: GrammarLimits, *, format_as_annotation: bool 
 
 
 def read_json(text: str, limits: GrammarLimits) -> Any:
-    """The value, with numbers that are not whole as Decimal. Raises GrammarRefused."""
+    """The value of a JSON text, with Decimal for numbers with a fraction or exponent. Raises GrammarRefused."""
     try:
         value = json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
     except RecursionError:
@@ -94,7 +94,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def rewrite(schema: Any, limits: GrammarLimits, place: Place, *, format_as_annotation: bool = False) -> Schema:
-    """A checked copy. format_as_annotation: formats that are not known mean nothing. Raises GrammarRefused."""
+    """A checked copy. format_as_annotation: unknown formats are ignored, not refused. Raises GrammarRefused."""
     return _Walk(schema, limits, place, format_as_annotation=format_as_annotation).rewritten()
 
 
@@ -106,15 +106,15 @@ class _Walk:
         self._limits = limits
         self._place = place
         self._are_formats_annotations = format_as_annotation
-        self._nearest = has_fractions(whole) or mentions(whole, ("not", "if", "oneOf"))  # whose opposites have some
+        self._nearest = has_fractions(whole) or mentions(whole, ("not", "if", "oneOf"))  # negations may have some
         self._divisors = Divisors(whole)
         self._logic = Logic(self._target, self._outline)
-        self._pointers: dict[str, str] = {}  # of the caller, by references as they are rewritten
-        self._targets: dict[str, Schema | None] = {}  # by rewritten references
-        self._outlines: dict[str, Json] = {}  # the same
+        self._pointers: dict[str, str] = {}  # the caller's references, by rewritten reference
+        self._targets: dict[str, Schema | None] = {}  # by rewritten reference
+        self._outlines: dict[str, Json] = {}  # by rewritten reference
 
     def rewritten(self) -> Schema:
-        """A checked copy of the whole, with the schemas that references point to among its definitions."""
+        """A checked copy of the whole schema; moved targets of references are added to its definitions."""
         schema = self.schema(self._whole, self._place.path, 1)
         moved: Json = {}
         start = f"{self._place.root}/$defs/{_MOVED}"
@@ -130,7 +130,7 @@ class _Walk:
         return schema | {"$defs": schema.get("$defs", {}) | definitions}
 
     def schema(self, schema: Any, path: str, depth: int) -> Schema:
-        """A checked copy."""
+        """A checked copy of a part of the schema."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -144,12 +144,12 @@ class _Walk:
             description = "is supported within a schema only where no references are inside"
             raise GrammarRefused(Refusal.UNSUPPORTED, description, path=_join(path, "$id"))
         copy = {key: self._value(key, schema[key], _join(path, key), depth) for key in schema if key in _ENFORCED}
-        if not isinstance(copy.get("items"), list):  # it means nothing, and the library would forget prefixItems
+        if not isinstance(copy.get("items"), list):  # it has no meaning, but the library would ignore prefixItems
             copy.pop("additionalItems", None)
         copy = self._with_bounds(property_counts(copy, path), path)
         copy = self._with_format(self._without_base(copy), path)
         if "$ref" in copy and pointed_to(self._whole, self._pointers.get(copy["$ref"], "")) is False:
-            return False  # the library would refuse the whole
+            return False  # the library would refuse the whole schema
         return self._with_conditions(self._with_exclusive_options(copy, path), schema, path, depth)
 
     def _value(self, key: str, value: Any, path: str, depth: int) -> Any:
@@ -169,7 +169,7 @@ class _Walk:
         return self._word(key, value, path)
 
     def _word(self, key: str, value: Any, path: str) -> Any:
-        """A keyword that holds no schemas."""
+        """The checked value of a keyword that contains no schemas."""
         match key:
             case "$ref":
                 return self._reference(value, path)
@@ -195,7 +195,7 @@ class _Walk:
         if not isinstance(value, str) or not value.startswith("#"):
             raise GrammarRefused(Refusal.UNSUPPORTED, "must point into the schema itself (#…)", path=path)
         if value != "#" and not value.startswith("#/"):
-            return value  # an anchor
+            return value  # an anchor's name
         reference = self._place.root + value[1:]
         if not _PLAIN_REFERENCE.fullmatch(value) and pointed_to(self._whole, value) is not None:
             known = [each for each, pointer in self._pointers.items() if pointer == value]
@@ -204,7 +204,7 @@ class _Walk:
         return reference
 
     def _target(self, reference: str) -> Schema | None:
-        """What a rewritten reference points to, rewritten; None where that is not known, or not yet."""
+        """The rewritten target of a rewritten reference; None if that is not known, or not yet."""
         if reference not in self._targets:
             self._targets[reference] = None
             pointer = self._pointers.get(reference)
@@ -217,7 +217,7 @@ class _Walk:
         return ".".join([*([self._place.path] if self._place.path else []), *names_of(pointer)])
 
     def _outline(self, reference: str) -> Json:
-        """The part of a schema that includes itself that is known before it is rewritten."""
+        """The part of a target that is known before it is rewritten, for schemas that include themselves."""
         if reference not in self._outlines:
             pointer = self._pointers.get(reference, "")
             self._outlines[reference] = self._outlined(pointed_to(self._whole, pointer), self._path_of(pointer), 2)
@@ -235,7 +235,7 @@ class _Walk:
         return outline
 
     def _without_base(self, schema: Json) -> Json:
-        """Without the names that would change what references mean once the schema stands inside another."""
+        """The schema without names that would change what references mean once it is inside another."""
         inner = () if self._place.root == "#" else ("$schema",)
         return {key: value for key, value in schema.items() if key not in ("$id", "id", *inner)}
 
@@ -246,7 +246,7 @@ class _Walk:
         return {key: value for key, value in schema.items() if key not in BOUNDS} | held
 
     def _with_format(self, schema: Json, path: str) -> Json:
-        """The format as a pattern, where it is one of OWN_FORMATS."""
+        """The schema with its format as a pattern, if it is one of OWN_FORMATS."""
         name = schema.get("format")
         if "format" not in schema or (isinstance(name, str) and name in LIBRARY_FORMATS):
             return schema
@@ -261,10 +261,10 @@ class _Walk:
             return others | {"pattern": OWN_FORMATS[name]}
         return others | {"allOf": [*others.get("allOf", ()), {"pattern": OWN_FORMATS[name]}]}
 
-    # ------------------------------------------------------------ keywords that the library does not have
+    # ------------------------------------------------------------ keywords that the library does not support
 
     def _with_exclusive_options(self, schema: Json, path: str) -> Json:
-        """`oneOf` as `anyOf` of options that exclude each other, by themselves or made so."""
+        """`oneOf` as `anyOf` of options that exclude each other; those that do not are made to."""
         options = schema.get("oneOf")
         if options is None:
             return schema
@@ -306,7 +306,8 @@ class _Walk:
         return self._with_closed_names(copy, schema["unevaluatedProperties"], path, depth)
 
     def _with_fewer_ways(self, schema: Json) -> Json:
-        """Several conditions as the few combinations that can be valid: the library would follow every one."""
+        """The schema with several alternatives replaced by those combinations that can be valid: the library would
+        follow all."""
         included = schema.get("allOf", [])
         groups = [options for each in included if (options := _alternatives(each)) is not None]
         beside = {key: value for key, value in schema.items() if key != "allOf"}
@@ -342,7 +343,7 @@ class _Walk:
         return [self._dependency(name, each, _join(path, name), depth) for name, each in value.items()]
 
     def _dependency(self, name: str, value: Any, path: str, depth: int) -> Schema:
-        """Of one property: without it, or with what it needs."""
+        """A dependency of one property: either without the property, or with what it needs."""
         without = {"properties": {name: False}}
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
             return {"anyOf": [without, {"required": [name, *value]}]} if value else True
@@ -380,7 +381,7 @@ class _Walk:
 
 
 def _alternatives(schema: Schema) -> list[Schema] | None:
-    """Of a schema that is nothing but alternatives, also of alternatives."""
+    """The options of a schema that is only an `anyOf`, with nested ones flattened; None for any other."""
     while isinstance(schema, dict) and schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
         schema = schema["allOf"][0]
     if not isinstance(schema, dict) or schema.keys() != {"anyOf"}:
@@ -389,7 +390,7 @@ def _alternatives(schema: Schema) -> list[Schema] | None:
 
 
 def _is_base(name: Any) -> bool:
-    """Whether references inside begin at the schema of this name; an anchor, as before 2019-09, changes nothing."""
+    """Whether this id is a new base for the references inside; an anchor, as before 2019-09, is not."""
     return name is not None and not str(name).startswith("#")
 
 

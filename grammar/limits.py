@@ -1,4 +1,4 @@
-"""How large a grammar may be, and how much work it may cause."""
+"""Limits on the size of a grammar, and on the work that it may cause."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarLimits:
-    """max_source_bytes: of JSON schemas, EBNF and tools. max_depth: of schemas inside schemas.
+    """max_source_bytes: of JSON schemas, EBNF and tools. max_depth: of schemas nested in schemas.
 
-    The rest are llguidance's units. A compile or a step that needs more ends with an error instead: fuel is derivatives
-    of regular expressions (some 15,000 a millisecond), items are Earley's (20,000 a millisecond), states are those of
-    the lexer, about a kilobyte each.
+    The limits from max_compile_fuel on are in llguidance's units. A compilation or a step that needs more ends with an
+    error: fuel counts derivatives of regular expressions (about 15,000 per millisecond), items are Earley items (20,000
+    per millisecond), states are lexer states (about a kilobyte each).
     """
 
     max_source_bytes: int = 65_536
@@ -29,8 +29,8 @@ class GrammarLimits:
     max_symbols: int = 100_000
 
     def for_parser(self) -> "LLParserLimits":
-        """The library's form."""
-        from llguidance import LLParserLimits  # settings are read by commands that need no library
+        """These limits as llguidance takes them."""
+        from llguidance import LLParserLimits  # some commands read settings without needing the library
 
         return LLParserLimits(
             max_items_in_row=self.max_row_items,

@@ -1,4 +1,4 @@
-"""From a Grammar message to llguidance's notation."""
+"""Converts a Grammar message to llguidance's notation."""
 
 import json
 
@@ -14,7 +14,7 @@ from octavo.wire.messages import Grammar, GrammarKind
 
 
 def choice_to_lark(source: str, limits: GrammarLimits) -> str:
-    """source: a JSON array of strings, one of which the output is. Raises GrammarRefused."""
+    """source: a JSON array of strings; the output is one of them. Raises GrammarRefused."""
     try:
         options = json.loads(source)
     except ValueError as error:
@@ -33,10 +33,10 @@ def choice_to_lark(source: str, limits: GrammarLimits) -> str:
 
 
 def to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
-    """A grammar for `llguidance.LLMatcher`. call_tags: the model's own. Raises GrammarRefused."""
+    """The grammar for `llguidance.LLMatcher`. call_tags: the model's, if it has them. Raises GrammarRefused."""
     try:
         return _to_llguidance(grammar, limits, call_tags)
-    except RecursionError:  # references that lead to others, repetitions of repetitions
+    except RecursionError:  # chains of references, repetitions of repetitions
         raise GrammarRefused(Refusal.LIMIT, "is nested too deeply") from None
 
 
@@ -58,7 +58,7 @@ def _to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags 
 
 
 def _regex_to_lark(source: str, limits: GrammarLimits) -> str:
-    r"""\d, \w and \s mean ASCII: tables of other characters differ from one library to the next."""
+    r"""\d, \w and \s match ASCII only: Unicode tables differ between libraries."""
     num_bytes = len(source.encode())
     if not 1 <= num_bytes <= limits.max_regex_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has {num_bytes} bytes, 1 to {limits.max_regex_bytes} are allowed")

@@ -4,8 +4,8 @@
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-The source is JSON: ``{"tools": [{"name": …, "parameters": schema or null}, …], "max_calls": n or null}``; at least one
-call, and at most max_calls.
+The source is JSON: ``{"tools": [{"name": …, "parameters": schema or null}, …], "max_calls": n or null}``. An output has
+at least one call, and at most max_calls.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ from octavo.wire.messages import Grammar
 CALL_TAGS = ("<tool_call>", "</tool_call>")
 OPENING, CLOSING = f"{CALL_TAGS[0]}\n", f"\n{CALL_TAGS[1]}"
 CallTags = tuple[int, int]
-"""The tokens of CALL_TAGS, in models that have them."""
+"""The ids of the tokens for CALL_TAGS, in models that have them."""
 _ARGUMENTS = "#/properties/arguments"
 
 
 def tool_calls_to_lark(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
-    """call_tags: None writes the tags as text. Raises GrammarRefused; paths begin with the tool:
-    ``tools[2].parameters.properties…``."""
+    """The grammar of tool calls in Lark. call_tags: None: tags are written as text. Raises GrammarRefused with paths
+    that begin with the tool: ``tools[2].parameters.properties…``."""
     tools, max_calls = _read(grammar.source, limits)
     schemas = [_call_schema(tool, index, grammar, limits) for index, tool in enumerate(tools)]
     calls = [f"call_{index}: %json {encode(schema)}" for index, schema in enumerate(schemas)]
@@ -41,7 +41,7 @@ def tool_calls_to_lark(grammar: Grammar, limits: GrammarLimits, call_tags: CallT
 
 
 def parameters_of(source: str, limits: GrammarLimits) -> list[str | None]:
-    """The schema of each tool's arguments; None where it has none. Raises GrammarRefused."""
+    """The schema of each tool's arguments, as JSON text; None if it has none. Raises GrammarRefused."""
     tools, _ = _read(source, limits)
     schemas = [tool.get("parameters") for tool in tools]
     return [None if schema is None else encode(schema) for schema in schemas]
@@ -68,7 +68,7 @@ def _call_schema(tool: Json, index: int, grammar: Grammar, limits: GrammarLimits
         parameters = {"type": "object"}
     place = Place(root=_ARGUMENTS, path=f"tools[{index}].parameters")
     arguments = rewrite(parameters, limits, place, format_as_annotation=grammar.format_as_annotation)
-    if isinstance(arguments, dict):  # a call has an object, also where the schema takes other values too
+    if isinstance(arguments, dict):  # arguments are an object, even if the schema also allows other values
         types = arguments.get("type", "object")
         if "object" not in ([types] if isinstance(types, str) else types):
             raise GrammarRefused(Refusal.UNSATISFIABLE, "allows no object", path=f"{place.path}.type")
