@@ -166,7 +166,7 @@ class _Planner:
 
 
 class _Writer:
-    """Lark names: T0, T1 … for rules as terminals, r0, r1 … for rules proper, X0, X1 … for runs."""
+    """Lark names: T0, T1 … for rules as terminals, r0, r1 … for other rules, X0, X1 … for runs."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules

@@ -15,8 +15,7 @@ RECOUNT_LOOK_S = 0.1  # with at least this much between two looks at a part of t
 IDLE_S = 0.25  # an audit waits until there has been no work for this long,
 IDLE_PER_AUDIT = 50  # and for this many times the last audit's duration: a request that arrives meanwhile has to wait
 AUDITED_AT_WORK = 1 << 14
-"""Largest pools, in blocks, that are audited between two steps, in a few milliseconds; larger ones only without work.
-"""
+"""Pools of up to this many blocks are audited between two steps, in milliseconds; larger ones only without work."""
 
 
 class BlockChecks:

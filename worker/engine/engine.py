@@ -118,7 +118,7 @@ class StepPipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """epoch: identifies this run of the process. audit_every_steps: 1: after every step; 0: never, not even without
+    """epoch: identifies this run of the process. audit_every_steps: see `BlockChecks`; 0: no audits, not even without
     work. idle_wait_s: longest wait for messages at a time."""
 
     epoch: str
