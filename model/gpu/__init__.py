@@ -1,4 +1,4 @@
-"""Qwen2.5's steps on a GPU: weights as the kernels want them, state that stays on the device, decode and mixed steps.
+"""Steps of Qwen2.5 on a GPU: weights as the kernels need them, state that stays on the device, decode and mixed steps.
 
-Importable only where triton is. Must not know: requests, who owns a block, sockets.
+Can only be imported if triton is installed. Must not know: requests, who owns a block, sockets.
 """

@@ -1,8 +1,8 @@
-"""Which way a decode step takes for a batch size: few rows, some dozens or many, and how their kernels are cut.
+"""Chooses the path of a decode step for each batch size: for a few rows, some dozens or many, and how kernels are cut.
 
-What is fastest depends on the shape, the batch and the device, and only whole steps tell (a kernel alone misleads: it
-does not overlap with its neighbours). So whole steps are timed before serving, once for a shape, a device and a set of
-versions, and the result is kept on disk. Without one, a rule made of measurements on an H100 decides.
+What is fastest depends on the shape, the batch and the device, and only whole steps show it (timing a kernel alone is
+misleading: it does not overlap with its neighbours). So whole steps are timed before serving, once per shape, device
+and set of versions, and the result is kept on disk. Without one, a rule from measurements on an H100 decides.
 
 Must not know: requests, who calls.
 """
@@ -36,23 +36,23 @@ from octavo.model.parallel import ALONE, Ranks
 DEFAULT_SMALL_BATCH = 2
 STEP_SIZES = tuple(sorted({*OVERLAPPING_SIZES, *CLUSTERED_SIZES}))
 TIMED_SIZES = (1, 2, *STEP_SIZES)
-"""Each stands for the sizes below it, down to the one before; those below one that has a single way go with the next.
-Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them); beyond the
-last there is cuBLAS alone (bench/RESULTS.md)."""
+"""Each stands for smaller sizes, down to the previous one; a size with a single path is skipped, and its sizes go with
+the next. Beyond 2 rows the kernels for a small batch have always been slower (each row adds its own latency to each of
+them); beyond the last size there is only cuBLAS (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
-"""Of layers: 5 ms a step. Above, a timing has fewer steps."""
+"""Weights in the layers: 5 ms per step. With more, a timing has fewer steps."""
 KERNELS = 10
-"""One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
-again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
-too. 4: those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut
-another way, and one row may take those that overlap. 6: rows stand at a context when they are timed; programs without a
-part of a context end at once. 7: gate and up of few rows sum the norm's squares first. 8: a small batch's attention
-keeps longer tiles in registers; a size is timed in its middle. 9: gate, up and down of more than 64 rows are cut for
-clusters. 10: so are the other products, and programs send one another their sums."""
+"""Increased whenever a kernel of a step is replaced or a size gets another path, so that timings are repeated. 2:
+Hopper GPUs have attention by a ring of tiles, and overlapping products by default. 3: two rows may use those too. 4:
+those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut differently,
+and one row may use the overlapping ones. 6: rows have a context when they are timed; programs without a part of a
+context end at once. 7: gate and up of few rows sum the norm's squares first. 8: a small batch's attention keeps longer
+tiles in registers; a size is timed in the middle of those it stands for. 9: gate, up and down of more than 64 rows are
+cut for clusters. 10: so are the other products, and programs send one another their sums."""
 CAPTURE = "thread_local"
-"""What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
+"""Capture mode of graphs: only calls by this thread can invalidate the capture, not those of NCCL's watchdog thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ StepPath = Cublas | SmallBatch | SplitK | Overlapping
 
 
 def candidates(config: ModelConfig, *, number_bytes: int = 2, has_clusters: bool = False) -> dict[str, StepPath]:
-    """Every path that there is for the shape, by the name it has in the cache. number_bytes: of a weight. has_clusters:
-    whether its products may be cut for clusters of programs."""
+    """Every path for the shape, by its name in the cache. number_bytes: bytes of a weight. has_clusters: whether
+    products may be cut for clusters of programs."""
     small_batch = SmallBatch(cuts_of(config, number_bytes=number_bytes))
     ways: dict[str, StepPath] = {"cublas": Cublas(), "small_batch": small_batch}
     ways |= {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
@@ -95,20 +95,21 @@ def candidates(config: ModelConfig, *, number_bytes: int = 2, has_clusters: bool
 
 
 def timed_names(size: int) -> tuple[str, ...]:
-    """The paths among which one of TIMED_SIZES chooses."""
+    """Names of the paths to choose from for one of TIMED_SIZES."""
     if size not in STEP_SIZES:
         return "cublas", "small_batch", f"overlapping-{OVERLAPPING_SIZES[0]}"
     return "cublas", *([f"split_k-{size}"] if size in SPLIT_K_SIZES else []), f"overlapping-{size}"
 
 
 def fits_split_k_tiles(weight: torch.Tensor) -> bool:
-    """Tiles of split-K products are cut for 16-bit numbers: larger ones exceed a multiprocessor's shared memory."""
+    """Whether the tiles of split-K products fit: they are cut for 16-bit numbers, and with larger ones they exceed a
+    multiprocessor's shared memory."""
     return not weight.is_cuda or weight.element_size() <= 2
 
 
 def steps_of_a_timing(config: ModelConfig) -> int:
-    """Fewer of large models, whose steps take milliseconds each and vary less: the same number on every rank. config:
-    of this rank."""
+    """Steps per timing; fewer for large models, whose steps take milliseconds each and vary less. The same on every
+    rank. config: of this rank."""
     inner = 3 * config.intermediate_size + 2 * config.num_attention_heads * config.head_dim
     return max(
         LEAST_STEPS, min(STEPS, STEPS * ENOUGH_WEIGHTS // (config.num_hidden_layers * config.hidden_size * inner))
@@ -116,9 +117,9 @@ def steps_of_a_timing(config: ModelConfig) -> int:
 
 
 class Autotuner:
-    """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
-    paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed. Ranks of a group
-    take the same way, rank 0's: the steps of all wait for one another."""
+    """The path of each batch size: chosen by timing, or by the rule. names: paths chosen earlier, by batch size; those
+    that are not candidates are dropped. file: where choices are kept; None: nothing is timed. All ranks of a group use
+    rank 0's choice, since their steps wait for one another."""
 
     def __init__(
         self,
@@ -138,12 +139,13 @@ class Autotuner:
 
     @classmethod
     def cublas_only(cls) -> "Autotuner":
-        """For weights that the kernels for few rows cannot read."""
+        """An autotuner for weights that the kernels for few rows cannot read."""
         return cls({"cublas": Cublas()}, None, dict.fromkeys(range(1, DEFAULT_SMALL_BATCH + 1), "cublas"))
 
     @classmethod
     def find(cls, config: ModelConfig, weight: torch.Tensor, ranks: Ranks = ALONE) -> "Autotuner":
-        """The choice kept for this shape and the weight's dtype and device, if there is one. config: of this rank."""
+        """An autotuner with the choices kept for this shape and the weight's dtype and device, if any. config: of this
+        rank."""
         overlaps = fits_overlapping(config, weight)
         has_clusters = overlaps and fits_clustered(weight)
         usable = candidates(config, number_bytes=weight.element_size(), has_clusters=has_clusters)
@@ -156,11 +158,11 @@ class Autotuner:
         return cls(usable, file, names, ranks, num_steps=steps_of_a_timing(config))
 
     def _names_of(self, size: int) -> list[str]:
-        """The candidates among which one of TIMED_SIZES chooses."""
+        """Names of the candidates to choose from for one of TIMED_SIZES."""
         return [name for name in timed_names(size) if name in self._candidates]
 
     def _stands_for(self, batch_size: int) -> int | None:
-        """The size that is timed for this batch size; None where there is nothing to choose."""
+        """The size in TIMED_SIZES that stands for this batch size; None if there is nothing to choose."""
         return next((size for size in self._sizes if batch_size <= size), None)
 
     def path(self, batch_size: int) -> StepPath:
@@ -172,10 +174,10 @@ class Autotuner:
         return self._candidates[name]
 
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
-        """Time `run` of the size in the middle of those that each of TIMED_SIZES stands for, where it has not been
-        chosen yet, on every path, and keep the fastest: with all of 256 rows another one may be faster than with any
-        number below. Before serving: the device must be idle, and the rows that `run` moves on must
-        belong to no request. Without a CUDA device: the rule."""
+        """For each of TIMED_SIZES without a choice, time `run` on every path and keep the fastest. It is timed with the
+        middle one of the sizes that it stands for, since with exactly 256 rows another path may be faster than with any
+        smaller number. Call it before serving: the device must be idle, and the rows that `run` advances must belong to
+        no request. Without a CUDA device nothing is timed and the rule holds."""
         stood_for: dict[int, list[int]] = {}
         for size in sorted(sizes):
             if (key := self._stands_for(size)) is not None and key not in self.names:
@@ -183,7 +185,7 @@ class Autotuner:
         missing = {key: sizes[len(sizes) // 2] for key, sizes in stood_for.items()}
         if self._file is None or not missing:
             return
-        stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each that it has seen
+        stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each stream that it has seen
         for key, size in missing.items():
             times_ms = {
                 name: time_graph(partial(run, size), stream, steps=self._num_steps) for name in self.try_all(size)
@@ -193,7 +195,8 @@ class Autotuner:
             write_names(self._file, self.names)
 
     def try_all(self, batch_size: int) -> Iterator[str]:
-        """Let the size go each way that it may be chosen to go, one after the other, then as before."""
+        """Set each path that this size may use, one after another, yielding its name; then restore the earlier
+        choice."""
         key = self._stands_for(batch_size)
         if key is None:
             yield "cublas"
@@ -208,8 +211,8 @@ class Autotuner:
 
 
 def time_graph(work: Callable[[], object], stream: torch.cuda.Stream | None = None, *, steps: int = STEPS) -> float:
-    """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream or on one of its own; each
-    timing is of so many steps."""
+    """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream, or on a new one if None.
+    steps: replays per timing."""
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -236,8 +239,8 @@ def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
 
 
 def cache_file(config: ModelConfig, weight: torch.Tensor, ways: dict[str, StepPath], *, num_ranks: int = 1) -> Path:
-    """Where the choice among these ways is kept, for this shape, dtype and device, these kernels and versions
-    ($XDG_CACHE_HOME or ~/.cache)."""
+    """The file with the choice among these ways for this shape, dtype and device, these kernels and versions (in
+    $XDG_CACHE_HOME or ~/.cache)."""
     shape = {
         name: getattr(config, name)
         for name in (
@@ -253,7 +256,7 @@ def cache_file(config: ModelConfig, weight: torch.Tensor, ways: dict[str, StepPa
 
 
 def read_names(file: Path) -> dict[int, str]:
-    """The names kept there; none where the file is absent or is not what `write_names` writes."""
+    """The names in the file; empty if the file is absent or not in the format of `write_names`."""
     try:
         kept = json.loads(file.read_text())
         return {int(size): str(name) for size, name in kept["paths"].items()}
@@ -262,7 +265,7 @@ def read_names(file: Path) -> dict[int, str]:
 
 
 def write_names(file: Path, names: dict[int, str]) -> None:
-    """Keep the names; a folder that cannot be written only costs the next start its timings."""
+    """Write the names to the file. If the folder is not writable, the next start repeats the timings."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")

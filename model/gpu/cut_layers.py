@@ -1,5 +1,5 @@
-"""What follows attention in a decode step whose products are partly our own: each cut for the batch's size, the others
-left to cuBLAS. Which kernels multiply is the subclasses' business.
+"""The operations after attention in a decode step that has kernels of our own for some products, each cut for the batch
+size; the others are left to cuBLAS. Subclasses choose the kernels.
 
 Legend: T tokens · D model dim · I intermediate dim · C columns of QKV · O outputs · K inputs of a product · N heads ·
 H head dim.
@@ -23,19 +23,19 @@ class Cut(Protocol):
 
     @property
     def splits(self) -> int:
-        """Parts of its sums that different programs compute."""
+        """Number of parts of each sum, which different programs compute."""
 
     def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
-        """Tiles of a product."""
+        """Number of tiles of a product."""
 
     def part_elements(self, num_tokens: int, num_outputs: int) -> int:
-        """float32 elements of room for the parts."""
+        """Memory for the parts, in float32 elements."""
 
 
 AnyCut = TypeVar("AnyCut", bound=Cut)
 
 
-@dataclass(frozen=True, kw_only=True)  # with slots too, Python 3.11 cannot make one of a named kind of cut
+@dataclass(frozen=True, kw_only=True)  # with slots, Python 3.11 cannot create one through an alias of LayerCuts[...]
 class LayerCuts(Generic[AnyCut]):
     """How each product of a layer is cut; None leaves it to cuBLAS."""
 
@@ -48,7 +48,7 @@ class LayerCuts(Generic[AnyCut]):
 def room_for(
     config: ModelConfig, cuts_by_size: Iterable[tuple[int, LayerCuts[AnyCut]]], device: torch.device | str
 ) -> SplitKRoom:
-    """Room for the parts of all products of all sizes, which run one after the other."""
+    """Memory for the parts of all products of all sizes, which run one after another."""
     num_elements = num_tiles = 1
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     outputs = (heads * config.head_dim, config.hidden_size, config.hidden_size)
@@ -79,7 +79,7 @@ class CutFinish(PlainFinish, ABC, Generic[AnyCut]):
     def _multiply_and_activate(
         self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, cut: AnyCut
     ) -> None:
-        """act_TI = silu(gate) * up of the norm of x_TD, its weight folded into gate_up_ED [2I, D]."""
+        """act_TI = silu(gate) * up of the normalised x_TD; the norm's weight is folded into gate_up_ED [2I, D]."""
 
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
         """See PlainFinish.multiply_qkv."""

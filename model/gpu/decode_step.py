@@ -1,10 +1,10 @@
-"""One token for each of B rows, from the last token's embedding to the next token, all of it on the device.
+"""One token for each of B rows, from the last token's embedding to the next token, entirely on the device.
 
 Nothing here waits for the device, allocates, or depends on the rows' contents, so a CUDA graph of `run` can be replayed
-step after step: the kernels read lengths, tables and tokens from the row state and move it on.
+step after step: the kernels read lengths, tables and tokens from the row state and advance it.
 
-Of several ranks, each has some columns of the logits and chooses among them; all ranks' columns are put together
-(`join_logits`) only where sampling needs more than a temperature.
+With several ranks, each has some columns of the logits and chooses among them; all ranks' columns are joined
+(`join_logits`) only if sampling needs more than a temperature.
 
 Legend: B sequences of the batch · R rows · N query heads · H head dim · D model dim · V rows of the embedding, W those
 that this rank has.
@@ -28,14 +28,14 @@ from octavo.model.kernels.sampling.sample import SampleParts, VocabularyPart, sa
 from octavo.model.parallel import Ranks
 
 RESULT_BYTES = 5
-"""Of each row: its token and whether its logits were finite."""
+"""Per row: its token, and whether its logits were finite."""
 
 
 class DecodeStep:
     """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
 
-    vocab_size: ids from there on are never sampled. logits_BV: see `join_logits`. rows_B: the caller's own buffer, or
-    one is made. result: the bytes of token_B, then of is_finite_B, for a caller that copies both at once. The pool's
+    vocab_size: ids from here on are never sampled. logits_BV: see `join_logits`. rows_B: the caller's buffer; None:
+    allocate one. result: the bytes of token_B, then of is_finite_B, for a caller that copies both at once. The pool's
     last block is scratch.
     """
 
@@ -75,7 +75,7 @@ class DecodeStep:
         )
 
     def _parts_of(self, ranks: Ranks, vocab_size: int) -> tuple[torch.Tensor, SampleParts]:
-        """Room for this rank's logits, and what choosing among them needs."""
+        """Memory for this rank's logits, and what sampling from them needs."""
         logits_BV, width = self.logits_BV, len(self.weights.head_VD)
         (B, _), device = logits_BV.shape, logits_BV.device
         if ranks.size == 1:
@@ -88,7 +88,7 @@ class DecodeStep:
         return ranks.room_of_columns((B, width), logits_BV.dtype, device), parts
 
     def run(self, batch_size: int) -> None:
-        """A whole step for rows_B[:batch_size]; padding is the scratch row."""
+        """A whole step for rows_B[:batch_size]; pad with the scratch row."""
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
         path = self.autotuner.path(batch_size)
         if isinstance(path, SmallBatch):
@@ -101,7 +101,7 @@ class DecodeStep:
         self._choose_tokens(rows_B)
 
     def _embed(self, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
-        # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
+        # Launched normally, so it starts after all earlier work: the overlapping kernels rely on this.
         embed_tokens(self.weights, self._no_ids_B[: len(rows_B)], rows_B, self.state.last_token_R, x_BD)
 
     def _run_planned(self, path: StepPath, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
@@ -118,8 +118,8 @@ class DecodeStep:
         self.compute_logits(x_BD, self._index_B[: len(rows_B)])
 
     def products(self, path: StepPath, buffers: LayerBuffers, *, plain: PlainFinish) -> tuple[PlainFinish, Overlap]:
-        """What follows attention on this path, in these buffers, and whether the kernels beside it overlap with it.
-        plain: a library's products. Those of a small batch are another step's."""
+        """The operations after attention on this path, in these buffers, and whether their neighbours overlap with
+        them. plain: with the library's products, for paths that have none of their own here, such as SmallBatch."""
         match path:
             case SplitK(cuts=cuts):
                 return SplitKFinish(self.weights, buffers, self._room, cuts), Overlap.NONE
@@ -147,7 +147,7 @@ class DecodeStep:
         decode_attention(qkv_BC, x_BD, layer.qkv_bias_C, *pools, out_BNH, args, layer.qk_norm_2H)
 
     def sample(self, x_BD: torch.Tensor, rows_B: torch.Tensor) -> None:
-        """Final norm and head of x_BD, then a token for each of rows_B, which move on."""
+        """Final norm and head of x_BD, then a token for each of rows_B, which are advanced."""
         self.compute_logits(x_BD, self._index_B[: len(rows_B)])
         self._choose_tokens(rows_B)
 
@@ -159,20 +159,20 @@ class DecodeStep:
         )  # fmt: skip
 
     def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] of hidden states after the final norm, in memory of their own."""
+        """Logits [S, V] of hidden states after the final norm, in new memory."""
         logits_SW, ranks = hidden_SD @ self.weights.head_VD.T, self.weights.ranks
         return logits_SW if ranks.size == 1 else ranks.concatenate(logits_SW)
 
     def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
-        """Final norm and head of x_TD[index_B] (int32): this rank's logits in `part_BW`, and returned."""
+        """Final norm and head of x_TD[index_B] (int32). Returns this rank's logits, which are in `part_BW`."""
         B = len(index_B)
         hidden_BD, part_BW = self.hidden_BD[:B], self.part_BW[:B]
         rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
         return torch.mm(hidden_BD, self.weights.head_VD.T, out=part_BW)
 
     def join_logits(self, num_rows: int) -> torch.Tensor:
-        """All ranks' logits of the first rows of the step before, in `logits_BV`, and returned. Of one rank they are
-        there already."""
+        """All ranks' logits for the first rows of the last step, in `logits_BV`. With one rank they are already
+        there."""
         logits_BV = self.logits_BV[:num_rows]
         ranks = self.weights.ranks
         return logits_BV if ranks.size == 1 else ranks.concatenate(self.part_BW[:num_rows], out=logits_BV)

@@ -1,10 +1,10 @@
-"""Sums over ranks of a prompt's step by shares (model/kernels/small_batch/divided_sum.py), with copies that run beside
-products: a product's rows go to the rank that sums them while the next rows are multiplied, and what a rank has summed
-goes to the others while it multiplies that.
+"""Sums over ranks by shares, for steps with prompts (model/kernels/small_batch/divided_sum.py). Copies run in parallel
+with products: a product's rows are copied to the rank that sums them while the next rows are multiplied, and the rows
+that a rank has summed are copied to the others while it multiplies them.
 
-As with the other sums (model/gpu/peer_sums.py), this is asked for, compared, and left alone where it fails; from how
-many rows on it is faster than the ranks' other sums is measured before serving, with a product before and behind, since
-those are what it runs beside. Must not know: layers, steps.
+As with the other sums (model/gpu/peer_sums.py), this is tried, compared, and not used if either fails. From how many
+rows on it is faster than the ranks' other sums is measured before serving, with a product before and after, since the
+copies run beside those. Must not know: layers, steps.
 
 Legend: T rows of the stream · D model dim · A columns of what a product starts from.
 """
@@ -28,15 +28,16 @@ from octavo.model.kernels.small_batch.divided_sum import (
 from octavo.model.parallel import Ranks, Sums
 
 TIMED_ROWS = (4096, 2048, 1024)
-"""From the largest down to the first that is slower."""
+"""Timed after max_rows, from the largest down to the first for which shares are slower."""
 CHECKED_ROWS = (1023, 64)
-"""Beside all of them: shares that are not equal, and small ones."""
+"""Checked in addition to max_rows: unequal shares, and small ones."""
 _NEVER = 1 << 30
 
 
 class SumsByShares:
-    """Implements `DividedSums`; in one stream and one beside it. least_rows: fewer are summed in another way. All ranks
-    make theirs at once. Raises RuntimeError where devices or drivers cannot do it."""
+    """Implements `DividedSums`, with a stream of its own for copies; to be used in one stream. least_rows: fewer rows
+    are summed in another way. All ranks must create theirs at once. Raises RuntimeError if devices or drivers do not
+    support it."""
 
     def __init__(self, ranks: Ranks, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         (max_rows, width), self._rank, self._size = shape, ranks.rank, ranks.size
@@ -52,7 +53,7 @@ class SumsByShares:
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_arriving = False
         torch.cuda.synchronize(device)
-        ranks.least(0)  # zeros are there before the first of us counts
+        ranks.least(0)  # every rank's counts are zero before any rank starts to count
 
     def stream(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See DividedSums."""
@@ -65,7 +66,7 @@ class SumsByShares:
 
     def parts(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """See DividedSums."""
-        for step in range(1, self._size):  # the peers' first: they are on their way while the others are computed
+        for step in range(1, self._size):  # peers' shares first: they are copied while the others are computed
             peer = (self._rank + step) % self._size
             rows = share_of(len(x), peer, self._size)
             yield rows, self._products[rows]
@@ -97,7 +98,8 @@ class SumsByShares:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Beside what is launched next, behind what was launched before. On CPUs at once."""
+        """Copies inside start after what was launched before and run beside what is launched next. On CPUs they are
+        done at once."""
         if self._beside is None:
             yield
             return
@@ -120,9 +122,10 @@ def with_divided_sums(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Ranks:
-    """The ranks, summing by shares from as many rows on as that is right and faster than their other sums. On every
-    rank at once, on idle devices. num_inputs: of the products in front. max_rows: that a sum may have. note: is given a
-    sentence on what came of it. Raises ValueError for an unknown way in the environment."""
+    """The ranks, summing by shares from the number of rows on from which that is faster than their other sums, if it is
+    correct. Call it on every rank at once, with idle devices. num_inputs: of the products before sums. max_rows: the
+    most rows that a sum may have. note: called with a sentence on the outcome. Raises ValueError for an unknown way in
+    the environment."""
     wanted = ranks.agree(wanted_way())
     is_asked = device.type == "cuda" and ranks.size in GROUP_SIZES and ranks.sums is Sums.FAST
     if not is_asked or wanted is not Way.FASTEST or max_rows < TIMED_ROWS[-1]:
@@ -138,7 +141,7 @@ def with_divided_sums(
     assert x_TD is not None
     y_TA = torch.randn(max_rows, num_inputs, device=device).to(dtype)
     weight_DA = torch.randn(hidden_size, num_inputs, device=device).to(dtype).mul_(num_inputs**-0.5)
-    for rows in (max_rows, *CHECKED_ROWS):  # all of them, as the other ranks do
+    for rows in (max_rows, *CHECKED_ROWS):  # in the same order on all ranks
         found, expected = (_summed(way, x_TD[:rows], y_TA[:rows], weight_DA).float() for way in (sums, ranks))
         if not ranks.least(int(torch.allclose(found, expected, rtol=2e-2, atol=6e-2))):
             note("rows are not summed by shares, since that is not the same as NCCL's sums")
@@ -159,7 +162,7 @@ def with_divided_sums(
 
 
 def _summed(way: SumsByShares | Ranks, x_TD: torch.Tensor, y_TA: torch.Tensor, weight_DA: torch.Tensor) -> torch.Tensor:
-    """The product of all ranks, in memory of its own."""
+    """Ones plus the sum of all ranks' products, in new memory."""
     x_TD.fill_(1.0)
     _multiply(way, x_TD, y_TA, weight_DA, torch.empty_like(y_TA))
     return x_TD.clone()
@@ -168,7 +171,7 @@ def _summed(way: SumsByShares | Ranks, x_TD: torch.Tensor, y_TA: torch.Tensor, w
 def _multiply(
     way: SumsByShares | Ranks, x_TD: torch.Tensor, y_TA: torch.Tensor, weight_DA: torch.Tensor, out_TA: torch.Tensor
 ) -> None:
-    """Add the product of all ranks to x_TD, and multiply that."""
+    """Add the sum of all ranks' products to x_TD, and multiply the result."""
     if isinstance(way, Ranks):
         way.add_sum(torch.mm(y_TA, weight_DA.T, out=way.room(x_TD)), x_TD)
         torch.mm(x_TD, weight_DA, out=out_TA)

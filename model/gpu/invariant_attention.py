@@ -1,7 +1,7 @@
-"""Attention of a step in deterministic mode: by the plain kernel, or by those for Hopper GPUs.
+"""Attention of a step in deterministic mode: by the plain kernel, or by the kernels for Hopper GPUs.
 
-Both give a token bits that depend on its own position alone, but not the same bits: a worker takes one of them for all
-its steps.
+With both, a token's bits depend on its own sequence and position only, but the two give different bits: a worker uses
+one of them for all its steps.
 
 Legend: T tokens, decodes first · B decodes · N query heads · H head dim · D model dim · C columns of QKV · W tiles.
 """
@@ -27,8 +27,8 @@ from octavo.model.kernels.overlap import Overlap
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTokens:
-    """What a step is about, all int32: every token's row; the position of those behind the decodes, which stand where
-    the state says; tiles of the chunks (model/kernels/attention/prefill.py)."""
+    """The tokens of a step, all int32. row_T: every token's row. position_T: of tokens after the decodes, whose
+    positions are in the state. tiles_W4: of the chunks (model/kernels/attention/prefill.py)."""
 
     row_T: torch.Tensor
     position_T: torch.Tensor
@@ -38,7 +38,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MostTokens:
-    """Of a step: tokens, decodes among them, and chunks of prompts."""
+    """The most that a step may have: tokens, decodes among them, and chunks of prompts."""
 
     tokens: int
     decodes: int
@@ -46,10 +46,10 @@ class MostTokens:
 
 
 class StepAttention(Protocol):
-    """From the raw product with QKV to the heads, of one layer after the other."""
+    """From the raw QKV product to the heads, one layer after another."""
 
     def plan(self, tokens: StepTokens) -> None:
-        """Once a step, launched before its embedding."""
+        """Called once per step, before its embedding."""
 
     def attend(
         self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor, out_TNH: torch.Tensor, tokens: StepTokens
@@ -58,7 +58,7 @@ class StepAttention(Protocol):
 
 
 class HopperAttention:
-    """Prompts by warp groups, decodes by the ring. beside: another step's, whose room is shared."""
+    """Prompts by warp groups, decodes by the ring. beside: another step's attention, whose buffers are shared."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class HopperAttention:
 
     @staticmethod
     def fits(weights: GpuWeights, kv: KvPool) -> bool:
-        """Whether these are the kernels to take."""
+        """Whether these kernels should be used."""
         config = weights.config
         q_TNH = weights.embed_VD.new_empty(1, config.num_attention_heads, config.head_dim)
         return invariant_hopper.fits(q_TNH, kv.k_pools[0])
@@ -109,7 +109,7 @@ class HopperAttention:
             )  # fmt: skip
             invariant_hopper.attend_prompts(q_TNH, *pools, out_TNH, table_RM, tokens.tiles_W4, scale)
         if B:
-            # Beside chunks there is no kernel before it that says when it may start.
+            # With chunks, the kernel before this one does not signal when this one may start.
             overlap = self.overlap if len(x_TD) == B else Overlap.NONE
             args = decode_args(weights, self.state, tokens.row_T[:B], self._work, self._partials, overlap)
             invariant_hopper.attend_decodes(
@@ -118,7 +118,7 @@ class HopperAttention:
 
 
 class PlainAttention:
-    """One kernel for prompts and decodes. beside: another step's, whose room is shared."""
+    """One kernel for prompts and decodes. beside: another step's attention, whose buffers are shared."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ def attention_of(
     overlap: Overlap,
     beside: StepAttention | None = None,
 ) -> StepAttention:
-    """The one that this worker takes. beside: another step's, whose room is shared."""
+    """The attention that this worker uses. beside: another step's, whose buffers are shared."""
     if HopperAttention.fits(weights, kv):
         assert beside is None or isinstance(beside, HopperAttention)
         return HopperAttention(weights, state, kv, most, overlap, beside)

@@ -1,7 +1,7 @@
 """The decoder layers of a step in deterministic mode: every token goes through the same kernels, which give it the same
 bits whatever else is in the batch (docs/decisions/0006-deterministic-mode.md).
 
-Decoded tokens and prompts' tokens differ in nothing but how their attention is listed. The slow references are those of
+Decode and prompt tokens differ only in how their attention is listed. The slow references are the same as for
 model/gpu/layers.py.
 
 Legend: T tokens, decodes first · S sampled tokens · N query heads · H head dim · D model dim.
@@ -48,7 +48,7 @@ from octavo.model.kernels.rows import rms_norm
 class InvariantLayers:
     """For steps of up to `most` tokens.
 
-    beside: another step's layers, whose room is shared; only one of the two runs at a time.
+    beside: another step's layers, whose buffers are shared; only one of the two may run at a time.
     """
 
     def __init__(
@@ -81,32 +81,32 @@ class InvariantLayers:
         self.attention: StepAttention = attention_of(weights, state, kv, most, self.overlap, others)
 
     def plan(self, tokens: StepTokens) -> None:
-        """Before the step's embedding: what all layers' attention reads is complete behind it."""
+        """Plan the step's attention. Call it before the step's embedding: kernels after the embedding then see the
+        whole plan."""
         self.attention.plan(tokens)
 
     def run(self, x_TD: torch.Tensor, tokens: StepTokens) -> None:
-        """Take x_TD, a view of the buffers', through every layer, in place, writing the caches of the planned
-        tokens."""
+        """Run x_TD, a view of the buffers', through every layer in place, writing the caches of the planned tokens."""
         run_layers(self.weights, _InvariantOps(self, tokens), x_TD)
 
     def run_to_heads(self, x_TD: torch.Tensor, tokens: StepTokens) -> None:
-        """`run` up to the last layer's attention, whose heads are in the buffers."""
+        """`run` up to and including the last layer's attention, whose heads are left in the buffers."""
         attend_layers(self.weights, _InvariantOps(self, tokens), x_TD)
 
     def finish(self, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
-        """x_SD behind the last layer, of any tokens whose heads there are known; in place where there are no ranks."""
+        """x_SD after the last layer, for any tokens, from the last attention's heads; in place."""
         last, family = len(self.weights.layers) - 1, self.weights.config.family
         finished: torch.Tensor = family.finish(_InvariantFinish(self), last, x_SD, attended_SNH)
         return finished
 
     def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
-        """The heads of one layer, in the buffers."""
+        """Attention of one layer: out_TNH, in the buffers."""
         out_TNH = self.buffers.out_TNH[: len(x_TD)]
         self.attention.attend(layer, x_TD, qkv_TC, out_TNH, tokens)
         return out_TNH
 
     def _cut(self, name: str, num_tokens: int, matrix_OQ: torch.Tensor) -> OverlappingCut | None:
-        """How the overlapping product of so many tokens with this matrix is cut; None on other devices."""
+        """How the overlapping product of this many tokens with this matrix is cut; None if the device has none."""
         if not self._cuts:
             return None
         for size, cuts in self._cuts.items():
@@ -132,7 +132,7 @@ class InvariantLayers:
             overlapping_add_product(out_TO, y_TQ, matrix_OQ, self._room, cut=cut, overlap=self.overlap)
 
     def activate(self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor) -> None:
-        """Gate, up and their activation: in one kernel for any number of tokens, or in two."""
+        """Gate, up and their activation: in one kernel, or in several, depending on the device and the tokens."""
         num_tokens, eps = len(x_TD), self.weights.config.rms_norm_eps
         cut = self._cut("gate_up", num_tokens, gate_up_ED)
         if cut is None:
@@ -151,13 +151,13 @@ class InvariantLayers:
             )
 
     def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, part_SW: torch.Tensor) -> None:
-        """Final norm and head of x_TD[index_S] (int32), this rank's columns."""
+        """Final norm and head of x_TD[index_S] (int32): writes this rank's columns to part_SW."""
         weights = self.weights
         rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps, overlap=self.overlap)
         self.project(hidden_SD, part_SW, self.overlap)
 
     def project(self, hidden_SD: torch.Tensor, part_SW: torch.Tensor, overlap: Overlap = Overlap.NONE) -> None:
-        """The head alone, of any number of rows; this rank's columns."""
+        """The head alone, for any number of rows: writes this rank's columns to part_SW."""
         head_VD = self.weights.head_VD
         if self._has_head and len(hidden_SD):
             cut = head_cut(len(hidden_SD))
@@ -167,7 +167,8 @@ class InvariantLayers:
 
 
 class _InvariantFinish(SumsInPlace):
-    """What follows attention (`FinishOps`; a layer is its index) over buffers of `layers`; x is changed in place."""
+    """The operations after attention (`FinishOps`; a layer is given by its index), in the buffers of `layers`. Changes
+    x in place."""
 
     def __init__(self, layers: InvariantLayers) -> None:
         self.layers, self.weights = layers, layers.weights
@@ -193,7 +194,7 @@ class _InvariantFinish(SumsInPlace):
 
 
 class _InvariantOps(_InvariantFinish):
-    """All operations of a layer (`LayerOps`) of these tokens."""
+    """All operations of a layer (`LayerOps`) for these tokens."""
 
     def __init__(self, layers: InvariantLayers, tokens: StepTokens) -> None:
         super().__init__(layers)

@@ -1,4 +1,4 @@
-"""The two steps in deterministic mode: the same state, cache and sampler, other layers
+"""The decode step and the mixed step in deterministic mode: same state, cache and sampler, different layers
 (model/gpu/invariant_layers.py).
 
 Legend: B sequences of the batch · T tokens · D model dim.
@@ -22,7 +22,8 @@ from octavo.model.parallel import Sums
 
 
 class InvariantDecodeStep(DecodeStep):
-    """See DecodeStep. There is one path, whatever the batch size. Raises InvarianceUnavailable."""
+    """See DecodeStep. There is one path, whatever the batch size. Raises InvarianceUnavailable for quantised weights
+    and for addends."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""The decoder layers of a step by the family's program, and its operations with attention left to the caller: products
-by cuBLAS (of fewer bits: model/gpu/quant_products.py), the rest by our kernels, with gate and up of many tokens, which
-never stand in memory then.
+"""The decoder layers of a step, run by the family's program, and the operations of a layer except attention, which the
+caller provides: products by cuBLAS (quantised: model/gpu/quant_products.py), the rest by our own kernels. With many
+tokens, gate and up are also a kernel of ours and are never written to memory.
 
-The residual stream x is never normalised in memory: weights have the norms folded in (model/gpu/weights.py), and the
-kernels behind a product scale by 1 / rms(x).
+The residual stream x is never normalised in memory: norms are folded into the weights (model/gpu/weights.py), and the
+kernels that follow a product scale by 1 / rms(x).
 
 Legend: T tokens · S rows, of all tokens or some · N query heads · K kv heads · H head dim · D model dim ·
 I intermediate dim · A = N·H · C = (N + 2K)·H.
@@ -29,7 +29,7 @@ from octavo.model.kernels.rows import embed, rms_scale
 from octavo.model.parallel import DividedSums
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
+"""(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out_TNH."""
 
 
 def decode_args(
@@ -40,7 +40,8 @@ def decode_args(
     partials: tuple[torch.Tensor, torch.Tensor],
     overlap: Overlap = Overlap.NONE,
 ) -> DecodeArgs:
-    """Of the attention of these rows (int32). work: divides them among programs. partials: see `partial_buffers`."""
+    """Arguments for the attention of these rows (int32). work: divides them among programs. partials: see
+    `partial_buffers`."""
     config = weights.config
     return DecodeArgs(
         rows_B=rows_B,
@@ -61,10 +62,10 @@ def decode_args(
 
 
 class LayerBuffers:
-    """Room for up to max_tokens tokens between the products of a layer; one set serves all layers."""
+    """Buffers between the products of a layer, for up to max_tokens tokens; one set serves all layers."""
 
     def __init__(self, weights: GpuWeights, max_tokens: int, x_TD: torch.Tensor | None = None) -> None:
-        """x_TD: the caller's own residual stream, or one is made."""
+        """x_TD: the caller's residual stream; None: allocate one."""
         config, device = weights.config, weights.embed_VD.device
 
         def empty(*shape: int) -> torch.Tensor:
@@ -80,8 +81,8 @@ class LayerBuffers:
 
 
 class SumsInPlace:
-    """The sums over ranks of operations that change x in place. Where there are several ranks, what adds a product
-    writes it: the room that a sum begins with has nothing in it."""
+    """Sums over ranks for operations that change x in place. With several ranks, operations that otherwise add a
+    product overwrite instead: the memory from `begin_sum` is uninitialised."""
 
     weights: GpuWeights
 
@@ -100,18 +101,18 @@ class SumsInPlace:
 
 
 class PlainFinish(SumsInPlace):
-    """What follows attention, for any rows (`FinishOps`; a layer is its index), with weights in the model's dtype. x is
-    changed in place."""
+    """The operations after attention, for any rows (`FinishOps`; a layer is given by its index), with weights in the
+    model's dtype. Changes x in place."""
 
     def __init__(self, weights: GpuWeights, buffers: LayerBuffers) -> None:
         self.weights, self.buffers = weights, buffers
 
     def begin_sum(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps; x itself where it is summed by shares."""
+        """See FinishOps; x itself if it is summed by shares."""
         return super().begin_sum(x_SD) if self._shares(x_SD) is None else x_SD
 
     def reduce(self, x_SD: torch.Tensor, partial_SD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps. Where x is summed by shares, its rows are still arriving."""
+        """See FinishOps. If x is summed by shares, its rows are still arriving on return."""
         shares = self._shares(x_SD)
         if shares is None:
             return super().reduce(x_SD, partial_SD)
@@ -119,7 +120,7 @@ class PlainFinish(SumsInPlace):
         return x_SD
 
     def _shares(self, x_SD: torch.Tensor) -> DividedSums | None:
-        """What sums x by shares: after products with matrices in the model's dtype alone, to which nothing is added."""
+        """The DividedSums for x; None unless all matrices are in the model's dtype and nothing is added to products."""
         return self.weights.ranks.shares(x_SD) if self.weights.has_plain_products else None
 
     def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
@@ -127,7 +128,7 @@ class PlainFinish(SumsInPlace):
         return self._take_product(x_SD, attended_SNH.flatten(1), self.weights.layers[layer].o_DA)
 
     def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps; the activation in the product's epilogue where that is faster, else by way of memory."""
+        """See FinishOps; in the product's epilogue if that is faster, else in a kernel of its own."""
         num_rows, eps, gate_up_ED = len(x_SD), self.weights.config.rms_norm_eps, self.weights.layers[layer].gate_up_ED
         act_SI = self.buffers.act_TI[:num_rows]
         if is_faster(num_rows, gate_up_ED):
@@ -154,18 +155,18 @@ class PlainFinish(SumsInPlace):
         return x_SD
 
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
-        """The raw product that attention starts from."""
+        """Write the raw QKV product, which attention starts from, to qkv_TC."""
         for rows in self.weights.ranks.arrivals(x_TD):
             torch.mm(x_TD[rows], self.weights.layers[layer].qkv_CD.T, out=qkv_TC[rows])
 
     def multiply_gate_up(self, layer: int, x_SD: torch.Tensor, gate_up_S2I: torch.Tensor) -> None:
-        """The raw product that `activate` starts from, where it stands in memory."""
+        """Write the raw product that `activate` starts from, if it is not fused, to gate_up_S2I."""
         for rows in self.weights.ranks.arrivals(x_SD):
             torch.mm(x_SD[rows], self.weights.layers[layer].gate_up_ED.T, out=gate_up_S2I[rows])
 
 
 class QuantizedFinish(PlainFinish):
-    """`PlainFinish` of matrices that have fewer bits."""
+    """`PlainFinish` for quantised matrices."""
 
     def __init__(self, weights: GpuWeights, buffers: LayerBuffers, products: QuantProducts) -> None:
         super().__init__(weights, buffers)
@@ -177,7 +178,7 @@ class QuantizedFinish(PlainFinish):
         return x_SD
 
     def activate(self, layer: int, x_SD: torch.Tensor) -> Any:
-        """See FinishOps; rounded for the next product where that would round it."""
+        """See FinishOps; already rounded if the next product would round it."""
         gate_up_S2I, act_SI = self.buffers.gate_up_T2I[: len(x_SD)], self.buffers.act_TI[: len(x_SD)]
         self.multiply_gate_up(layer, x_SD, gate_up_S2I)
         eps, down = self.weights.config.rms_norm_eps, matrices_of(self.weights.layers[layer]).down
@@ -220,7 +221,7 @@ class AddendFinish(PlainFinish):
         return x_SD
 
     def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps; by way of memory."""
+        """See FinishOps; gate and up go through memory."""
         gate_up_S2I, act_SI = self.buffers.gate_up_T2I[: len(x_SD)], self.buffers.act_TI[: len(x_SD)]
         self._inner.multiply_gate_up(layer, x_SD, gate_up_S2I)
         self._add("gate_up", layer, x_SD, gate_up_S2I)
@@ -246,8 +247,8 @@ class AddendFinish(PlainFinish):
 
 
 class Layers(SumsInPlace):
-    """All operations of a layer (`LayerOps`) over products of `finish`. Everything between the product with QKV and the
-    heads is left to the caller."""
+    """All operations of a layer (`LayerOps`), with the products of `finish`. Everything between the QKV product and the
+    heads is left to the caller's `attend`."""
 
     def __init__(self, finish: PlainFinish, attend: Attend) -> None:
         self.weights, self._finish, self._attend = finish.weights, finish, attend
@@ -272,7 +273,7 @@ class Layers(SumsInPlace):
 
 
 def finish_of(weights: GpuWeights, buffers: LayerBuffers) -> PlainFinish:
-    """The products that these weights need."""
+    """The operations after attention that these weights need."""
     plain = PlainFinish(weights, buffers)
     finish = plain if weights.products is None else QuantizedFinish(weights, buffers, weights.products)
     return finish if weights.addends is None else AddendFinish(finish)
@@ -281,7 +282,7 @@ def finish_of(weights: GpuWeights, buffers: LayerBuffers) -> PlainFinish:
 def embed_tokens(
     weights: GpuWeights, ids_T: torch.Tensor, rows_T: torch.Tensor, last_token_R: torch.Tensor, x_TD: torch.Tensor
 ) -> None:
-    """x_TD: the embedding of each id, or of the row's last token where it is negative (int32)."""
+    """Fill x_TD with the embedding of each id (int32), or of the row's last token where the id is negative."""
     ranks, embed_VD = weights.ranks, weights.embed_VD
     if ranks.size == 1:
         embed(ids_T, rows_T, last_token_R, embed_VD, x_TD)
@@ -292,8 +293,8 @@ def embed_tokens(
 
 
 def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: TakeHidden | None = None) -> torch.Tensor:
-    """Take x_TD through every layer, by the family's program, in place; returns it. take: is given the hidden states
-    behind each layer, to be copied on the device: x_TD changes afterwards."""
+    """Run x_TD through every layer in place, by the family's program, and return it. take: called with the hidden
+    states after each layer; must copy them on the device, since x_TD changes afterwards."""
     attended, last = attend_layers(weights, ops, x_TD, take), len(weights.layers) - 1
     finished: torch.Tensor = weights.config.family.finish(ops, last, x_TD, attended)
     weights.ranks.await_arrivals(finished)
@@ -305,7 +306,7 @@ def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: Tak
 def attend_layers(
     weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: TakeHidden | None = None
 ) -> torch.Tensor:
-    """`run_layers` up to the last layer's attention, whose heads it returns."""
+    """`run_layers` up to and including the last layer's attention; returns its heads [T, N, H]."""
     family = weights.config.family
     attended = family.attend(ops, 0, x_TD)
     for index in range(1, len(weights.layers)):

@@ -3,9 +3,9 @@
     tokens    |-- one per decode row --|--- chunk of one prompt ---|--- chunk of another ---| ...
     rows      state's last tokens       ids from the host
 
-Decode rows go through the decode kernel (their position and last token are the state's own), chunks through the prefill
-kernels. Rows whose last chunk this is get their position here, and their first token is sampled with the decodes'. A
-step of few tokens takes the products that a decode step of so many rows takes: those read the weights alone.
+Decode rows go through the decode kernel (position and last token come from the state), chunks through the prefill
+kernels. Rows whose prompt ends in this step get their position here, and their first token is sampled with the decodes.
+A step of few tokens uses the products of a decode step of that many rows: products do not depend on the row state.
 
 Legend: T tokens · B decode rows · S sampled rows · N query heads · H head dim · W tiles of chunk attention.
 """
@@ -24,16 +24,16 @@ from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.rows import rms_norm
 
 CONTEXT_OF_TOKENS = 4
-"""Tokens of context that a step has wide room for, per token of the step, where the cache is of e4m3."""
+"""Tokens of context that fit into `WideContext`, per token of the step, if the cache is e4m3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MixedInputs:
-    """All int32 on the device. num_decodes: B, the first tokens.
+    """All int32 on the device. num_decodes: B, the number of decode tokens, which come first.
 
     ids_T: -1 for decodes. row_T: every token's row. position_T: of chunk tokens (decodes' entries are not read).
     tiles_W4: of the chunks (model/kernels/attention/prefill.py). last_S: index of each sampled row's token.
-    rows_S: the sampled rows, decodes first. ended_E, position_E: rows whose last chunk this is, their last position.
+    rows_S: the sampled rows, decodes first. ended_E, position_E: rows whose prompt ends here, their last position.
     """
 
     num_decodes: int
@@ -48,7 +48,7 @@ class MixedInputs:
 
 
 class MixedStep:
-    """Shares weights, state, cache and sampler with the decode step; has buffers of its own for max_tokens tokens."""
+    """Shares weights, state, cache and sampler with the decode step; has its own buffers for max_tokens tokens."""
 
     def __init__(self, decode: DecodeStep, *, max_tokens: int) -> None:
         config, weights = decode.weights.config, decode.weights
@@ -64,18 +64,18 @@ class MixedStep:
 
     @property
     def weights(self) -> GpuWeights:
-        """Of the decode step."""
+        """The decode step's weights."""
         return self._decode.weights
 
     def run(self, inputs: MixedInputs) -> None:
-        """A whole step; token_B and is_finite_B of the decode step hold the result for rows_S."""
+        """Run a whole step. The result for rows_S is in token_B and is_finite_B of the decode step."""
         self.forward(inputs)
         self.end_chunks(inputs)
         if len(inputs.rows_S):
             self._decode.sample(self.finish(inputs.last_S), inputs.rows_S)
 
     def hidden(self, tokens: slice) -> torch.Tensor:
-        """Hidden states after the final norm, [tokens, D], of these tokens of the step that ran last."""
+        """Hidden states after the final norm, [tokens, D], of these tokens of the last step."""
         device, weights = self._buffers.x_TD.device, self.weights
         index_S = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=device)
         x_SD = self.finish(index_S)
@@ -84,8 +84,8 @@ class MixedStep:
         return hidden_SD
 
     def finish(self, index_S: torch.Tensor) -> torch.Tensor:
-        """The residual stream x_SD after the last layer, of some tokens (int32) of the step that ran last. A prompt's
-        other tokens are not read there, so what follows the last attention is computed for these alone."""
+        """The residual stream x_SD after the last layer, for some tokens (int32) of the last step. The other tokens of
+        a prompt are not needed there, so everything after the last attention is computed for these alone."""
         x_SD = self._buffers.x_TD.index_select(0, index_S)
         out_SNH = self._buffers.out_TNH.index_select(0, index_S)
         finish, _ = self._products(x_SD)
@@ -93,18 +93,19 @@ class MixedStep:
         return finished
 
     def _products(self, x_TD: torch.Tensor) -> tuple[PlainFinish, Overlap]:
-        """See DecodeStep.products. A stream that is summed by shares has a library's: they write what is summed."""
+        """See DecodeStep.products. A stream that is summed by shares uses the library's, which write to the memory that
+        is summed."""
         if self.weights.ranks.shares(x_TD) is not None:
             return self._finish, Overlap.NONE
         path = self._decode.autotuner.path(len(x_TD))
         return self._decode.products(path, self._buffers, plain=self._finish)
 
     def end_chunks(self, inputs: MixedInputs) -> None:
-        """Rows whose prompt is complete stand at its last token."""
+        """Set the position of rows whose prompt is complete to its last token."""
         self._decode.state.position_R[inputs.ended_E.long()] = inputs.position_E
 
     def forward(self, inputs: MixedInputs) -> None:
-        """Every layer over all tokens, up to the last one's attention."""
+        """Run every layer over all tokens, up to and including the last one's attention."""
         T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
         x_TD = self._buffers.x_TD[:T]
         finish, overlap = self._products(x_TD)

@@ -1,8 +1,8 @@
-"""The decoder layers of a decode step of some dozens or hundreds of rows by kernels that all overlap: products of our
-own whose weights arrive while the kernel before still runs, and attention that asks for its first keys and values.
+"""The decoder layers of a decode step of dozens or hundreds of rows, by kernels that all overlap: products of our own
+whose weights are loaded while the preceding kernel still runs, and attention that prefetches its first keys and values.
 
-For weights in the model's dtype, on devices whose instructions the products are made of; which batch sizes take it is
-decided in model/gpu/autotune.py.
+For weights in the model's dtype, on devices that have the products' instructions; model/gpu/autotune.py decides which
+batch sizes use it.
 """
 
 from dataclasses import dataclass, replace
@@ -38,61 +38,62 @@ from octavo.model.kernels.rows import rms_scale
 AnyCut = OverlappingCut | ClusteredCut
 OverlappingCuts = LayerCuts[AnyCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
-"""Batch sizes that have cuts of their own: each serves those below it."""
+"""Batch sizes with cuts of their own; each also serves smaller ones."""
 CLUSTERED_SIZES = (128, 192, 256)
-"""Those whose products are cut for clusters where a device has them."""
+"""Batch sizes whose products are cut for clusters, if the device has them."""
 FEW_CLUSTERED = 128
-"""Up to so many rows all of them are, but in the narrowest models."""
+"""Up to this many rows, all products are, except in the narrowest models."""
 MOST_STAGES = 8
 WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES, TRIPLE_BYTES = 196_608, 172_032, 114_688, 65_536
-"""Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
-it can; of one of a small matrix, which is there whole and leaves room to the successor; of one of a pair; of three."""
+"""Bytes of a multiprocessor's shared memory for a program's stages: for one that should prefetch as many of its weights
+as possible; for one of a small matrix, all of which fits and leaves room for the next kernel; for one of two programs
+on a multiprocessor; for one of three."""
 SHARED_BYTES, BYTES_BESIDE = 233_472, 1_280
-"""Shared memory of a multiprocessor, and what a program takes beside its stages."""
+"""Shared memory of a multiprocessor, and what a program uses besides its stages."""
 LEAST_LIMITED, MOST_AT_ONCE, LEAST_STAGES = 32, 3, 3
-"""From so many rows on, where a multiprocessor's share of a product is at most so many programs and each has so many
-stages then, it has room for all of them at once: those of a second turn would fetch nothing meanwhile."""
+"""From LEAST_LIMITED rows on, stages are limited so that all programs of a multiprocessor fit at once, if these are at
+most MOST_AT_ONCE and each still has LEAST_STAGES stages: programs of a second turn would prefetch nothing meanwhile."""
 WIDE_DOWN = OverlappingCut(outputs=64, tokens=128, blocks=1, stages=8)
-"""Of more rows than 64, where a small matrix has about all of its splits at once."""
+"""For more than 64 rows, if about all splits of a small matrix can run at once."""
 WIDE_HIDDEN = 3_584
 LARGE_TILE = OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, warps=8)
-"""Of more rows than 64, where a matrix has tiles enough for most of a device in one split or a few."""
+"""For more than 64 rows, if a matrix has enough tiles for most of a device with one split or a few."""
 NUMBER_BYTES = 2
 NARROW_INPUTS = 1024
-"""Of a matrix of which a program of half a multiprocessor holds nearly all inputs at once."""
+"""Most inputs of a matrix for which a program with half a multiprocessor holds nearly all of its weights at once."""
 TILES_OF_MANY = (
     OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
     OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, group=16, warps=8),
     OverlappingCut(outputs=64, tokens=128, blocks=1, stages=4, group=16),
     OverlappingCut(outputs=64, tokens=64, blocks=1, stages=6, group=16),
 )
-"""For more tokens than OVERLAPPING_SIZES has, in deterministic mode, the largest first: bits do not depend on it."""
+"""For more tokens than in OVERLAPPING_SIZES, in deterministic mode, largest first: bits do not depend on the tile."""
 ENOUGH_PROGRAMS = 100
-"""Of an H100's 132 multiprocessors: tiles that would leave more of them idle are too large."""
+"""Programs wanted on an H100's 132 multiprocessors: tiles are too large if they give fewer."""
 HEAD_TILES = (
     (8, OverlappingCut(tokens=8, blocks=2, stages=4)),
     (32, OverlappingCut(outputs=128, tokens=32, blocks=2, stages=4)),
     (128, OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, warps=8)),
 )
-"""The most rows that a tile of the head is for, fewest first; beyond: the largest of many."""
+"""(most rows, tile of the head), fewest first; beyond: the largest of TILES_OF_MANY."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A matrix of outputs x inputs that a batch of so many rows is multiplied by."""
+    """A matrix of num_outputs x num_inputs by which a batch of `size` rows is multiplied."""
 
     num_outputs: int
     num_inputs: int
     size: int
 
     def num_programs(self, tokens: int, outputs: int = 64) -> int:
-        """In tiles of so many tokens and outputs."""
+        """Number of programs with tiles of this many tokens and outputs."""
         num_tiles = -(-self.num_outputs // outputs) * -(-self.size // tokens)
         return num_tiles * Splits.of(self.num_outputs, self.num_inputs).count
 
     def cut(self, room: int, *, tokens: int, blocks: int, outputs: int = 64) -> OverlappingCut:
-        """With as many stages as fit into so many bytes. Many rows: so that the programs of a multiprocessor have room
-        at once, each with stages enough."""
+        """A cut with as many stages as fit into `room` bytes. With many rows, fewer if then all programs of a
+        multiprocessor fit at once, each with enough stages."""
         splits = Splits.of(self.num_outputs, self.num_inputs)
         block_bytes = (outputs + tokens) * BLOCK * NUMBER_BYTES
         blocks = gcd(blocks, splits.inputs // BLOCK)
@@ -109,7 +110,7 @@ class _Product:
 
 def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
     """Cuts of every product for a batch of one of OVERLAPPING_SIZES: the fastest of ours for 0.5B and 7B on an
-    H200 (bench/RESULTS.md). Sums are cut as in deterministic mode, by the matrix alone."""
+    H200 (bench/RESULTS.md). Sums are split as in deterministic mode, depending on the matrix alone."""
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
     return OverlappingCuts(
         qkv=_narrow_cut(_Product(A + 2 * config.num_key_value_heads * config.head_dim, D, size)),
@@ -120,7 +121,7 @@ def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
 
 
 def _narrow_cut(product: _Product) -> OverlappingCut:
-    """One tile of tokens where that leaves no multiprocessor idle: others read the matrix again."""
+    """One tile of tokens if that leaves no multiprocessor idle, since every further one reads the matrix again."""
     size = product.size
     is_large = size == 64 and product.num_programs(size) >= MULTIPROCESSORS
     tokens = 64 if is_large or size > 128 else min(size, 32)
@@ -135,12 +136,12 @@ def _gate_up_cut(product: _Product) -> OverlappingCut:
     is_large = 2 < product.num_programs(tokens=size, outputs=128) / MULTIPROCESSORS <= MOST_AT_ONCE
     is_small = programs <= 2 * MULTIPROCESSORS
     if size == 8 and product.num_inputs <= NARROW_INPUTS and is_small:
-        # Pairs of programs that have nearly all of their weights on the way.
+        # Two programs per multiprocessor, with nearly all of their weights in flight.
         return product.cut(SHARED_BYTES // 2 - BYTES_BESIDE, tokens=size, blocks=2)
     if size == 8:
         room = SHARED_BYTES // MOST_AT_ONCE - BYTES_BESIDE if is_large else WHOLE_BYTES
         return product.cut(room, tokens=size, blocks=2, outputs=128)
-    # Where programs take turns all the same, fewer and longer copies are faster.
+    # If programs have to take turns anyway, fewer and longer copies are faster.
     blocks = 2 if size == 32 and programs > MOST_AT_ONCE * MULTIPROCESSORS else 1
     outputs = 128 if is_large and size in (32, 64) else 64
     return product.cut(PAIRED_BYTES, tokens=min(size, 64 if is_small else 128), blocks=blocks, outputs=outputs)
@@ -154,20 +155,20 @@ def _down_cut(product: _Product) -> OverlappingCut:
 
 
 def cut_of_many(num_outputs: int, num_inputs: int, num_tokens: int) -> OverlappingCut:
-    """Of a product of more tokens than OVERLAPPING_SIZES has: the largest tile of which there are enough."""
+    """Cut of a product of more tokens than in OVERLAPPING_SIZES: the largest tile of which there are enough."""
     turns = Splits.of(num_outputs, num_inputs).count
     fitting = (each for each in TILES_OF_MANY if each.num_tiles(num_tokens, num_outputs) >= ENOUGH_PROGRAMS)
     return replace(next(fitting, TILES_OF_MANY[-1]), turns=turns)
 
 
 def head_cut(num_rows: int) -> OverlappingCut:
-    """Of the product with the head, whose sums are not split."""
+    """Cut of the product with the head, whose sums are not split."""
     return next((cut for most, cut in HEAD_TILES if num_rows <= most), TILES_OF_MANY[0])
 
 
 def overlapping_cuts_of(config: ModelConfig, size: int, *, has_clusters: bool = False) -> OverlappingCuts:
-    """`all_cuts_of` one of OVERLAPPING_SIZES or of CLUSTERED_SIZES, where a library is not faster. Of more than 64 rows
-    products are cut for clusters of programs, where the device has them: which of them, by what was measured
+    """`all_cuts_of` one of OVERLAPPING_SIZES or CLUSTERED_SIZES, without those for which a library is faster. For more
+    than 64 rows, products are cut for clusters of programs if the device has them; measurements decided which
     (bench/RESULTS.md)."""
     cuts = _cuts_beside_library(config, next(each for each in OVERLAPPING_SIZES if size <= each))
     if size not in CLUSTERED_SIZES or not has_clusters:
@@ -184,7 +185,7 @@ def overlapping_cuts_of(config: ModelConfig, size: int, *, has_clusters: bool = 
 
 
 def _cuts_beside_library(config: ModelConfig, size: int) -> OverlappingCuts:
-    """Of 128 rows, and of more than 64 in wide models, sums are cut as many times as a device holds."""
+    """For 128 rows, and for more than 64 in wide models, sums have as many splits as a device can run at once."""
     cuts = all_cuts_of(config, size)
     if size <= 64:
         return cuts
@@ -200,7 +201,7 @@ def _cuts_beside_library(config: ModelConfig, size: int) -> OverlappingCuts:
 
 
 def _wide_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
-    """The fastest for a rank of two of 32B (bench/RESULTS.md); gate and up are a library's."""
+    """The fastest for one of two ranks of 32B (bench/RESULTS.md); gate and up are left to a library."""
 
     def at_once(cut: OverlappingCut, num_outputs: int) -> OverlappingCut:
         return replace(cut, splits=max(1, MULTIPROCESSORS // cut.num_tiles(size, num_outputs)))
@@ -212,19 +213,19 @@ def _wide_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
 
 
 def fits_overlapping(config: ModelConfig, weight: torch.Tensor) -> bool:
-    """Whether the shape's matrices, all like this weight, have these products. config: of this rank."""
+    """Whether these products support the shape's matrices, all of this weight's kind. config: of this rank."""
     inputs = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
     return fits(weight) and all(each % BLOCK == 0 for each in inputs)
 
 
 def overlapping_room(config: ModelConfig, device: torch.device | str) -> SplitKRoom:
-    """Room for the products of all OVERLAPPING_SIZES."""
+    """Memory for the products of all OVERLAPPING_SIZES."""
     ways = (all_cuts_of, overlapping_cuts_of)
     return room_for(config, ((size, way(config, size)) for size in OVERLAPPING_SIZES for way in ways), device)
 
 
 class OverlappingFinish(CutFinish[AnyCut]):
-    """Products that overlap with their neighbours; room for the parts of sums."""
+    """Products that overlap with their neighbours. room: memory for the parts of sums."""
 
     def __init__(
         self, weights: GpuWeights, buffers: LayerBuffers, room: SplitKRoom | None, cuts: OverlappingCuts

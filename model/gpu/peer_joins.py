@@ -1,8 +1,8 @@
-"""Columns of all ranks put together by one kernel that reads every peer's memory (torch's symmetric memory): of each
-step's candidates, and of its logits, where sampling needs them (model/gpu/decode_step.py).
+"""Joins the columns of all ranks by one kernel that reads every peer's memory (torch's symmetric memory): each step's
+candidates, and its logits if sampling needs them (model/gpu/decode_step.py).
 
-A rank's columns are written where its peers can read them. As with sums (model/gpu/peer_sums.py), this is asked for,
-compared with NCCL, timed beside it where nothing else is asked for, and left alone where one of these fails.
+A rank's columns are written to memory that its peers can read. As with sums (model/gpu/peer_sums.py), this is tried,
+compared with NCCL, timed against it unless a way is configured, and not used if any of these fails.
 Must not know: layers, steps, what the columns are.
 """
 
@@ -19,8 +19,8 @@ from octavo.model.parallel import Ranks
 
 
 class JoinsByPeers:
-    """Implements `PeerJoins`, with a room for each dtype; in one stream. widths: columns of a rank, by dtype. All ranks
-    make theirs at once. Raises RuntimeError where devices or drivers cannot do it."""
+    """Implements `PeerJoins`, with memory for each dtype; to be used in one stream. widths: columns of a rank, by
+    dtype. All ranks must create theirs at once. Raises RuntimeError if devices or drivers do not support it."""
 
     def __init__(self, ranks: Ranks, widths: dict[torch.dtype, int], device: torch.device, *, max_rows: int) -> None:
         self._rank, self._widths, self._max_rows = ranks.rank, widths, max_rows
@@ -31,7 +31,7 @@ class JoinsByPeers:
         self._counts = tuple(self._shared.of_all())
         self.is_taken = dict.fromkeys(widths, True)
         torch.cuda.synchronize(device)
-        ranks.least(0)  # zeros are there before the first of us counts
+        ranks.least(0)  # every rank's counts are zero before any rank starts to count
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See PeerJoins."""
@@ -57,9 +57,9 @@ def with_peer_joins(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Ranks:
-    """The ranks, joining columns by peers' memory for each dtype for which that is right and faster than NCCL. On every
-    rank at once, on idle devices. widths: columns of a rank, by dtype. note: is given a sentence on what came of it.
-    Raises ValueError for an unknown way in the environment."""
+    """The ranks, joining columns through peers' memory for each dtype for which that is correct and faster than NCCL.
+    Call it on every rank at once, with idle devices. widths: columns of a rank, by dtype. note: called with a sentence
+    on the outcome. Raises ValueError for an unknown way in the environment."""
     wanted = ranks.agree(wanted_way())
     if device.type != "cuda" or ranks.size not in GROUP_SIZES or wanted is Way.BY_LIBRARY:
         return ranks
@@ -92,12 +92,12 @@ def _room(with_own: Ranks, dtype: torch.dtype, shape: tuple[int, int], device: t
 def _is_right(
     library: Ranks, with_own: Ranks, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
 ) -> bool:
-    """Whether both give the same for one row, two, and all."""
+    """Whether both give the same result for one row, two, and all."""
     is_right = True
-    for rows in (1, 2, shape[0]):  # all of them, as the other ranks do
+    for rows in (1, 2, shape[0]):  # always all three: the other ranks also run them all
         part_BW = _room(with_own, dtype, shape, device)[:rows]
         out_BV = torch.zeros(rows, shape[1] * library.size, dtype=dtype, device=device)
-        # NCCL's comes second: behind it, every peer has read what the next turn overwrites.
+        # NCCL's comes second: once it is done, every peer has read what the next iteration overwrites.
         found, wanted = (ranks.concatenate(part_BW, out=torch.zeros_like(out_BV)) for ranks in (with_own, library))
         is_right &= torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     return is_right

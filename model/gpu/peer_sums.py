@@ -1,14 +1,14 @@
 """Sums over ranks of a few rows by one kernel that reads every peer's memory (torch's symmetric memory).
 
-A decode step of few rows sums some kilobytes twice a layer, and what NCCL takes for each is latency: 56 times ten
-microseconds are a quarter of what half of a 7B model takes to read. Each rank's product is written where its peers can
-read it; one kernel waits until all have written and adds them up in the order of the ranks (so that all get the same
-bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and takes any size
-(model/kernels/small_batch/peer_sum.py); or another of ours writes its numbers into its peers' memory (pushed_sum.py
-there). Which of them is faster than NCCL, for which sizes, is measured before serving, and rank 0's measurement holds.
-Without NVLink's multicast.
+A decode step of few rows sums a few kilobytes twice per layer, and NCCL's time for each is latency: 56 times ten
+microseconds are a quarter of the time that reading half of a 7B model takes. Each rank's product is written to memory
+that its peers can read; one kernel waits until all have written and adds them in the order of the ranks (so that all
+get the same bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and
+takes any size (model/kernels/small_batch/peer_sum.py). Another kernel of ours writes its numbers into its peers' memory
+instead (pushed_sum.py there). Which of them is faster than NCCL, for which sizes, is measured before serving; rank 0's
+measurement decides. NVLink's multicast is not used.
 
-What it needs is asked for, compared with NCCL's sums, and left alone where either fails.
+Each way is tried, compared with NCCL's sums, and not used if either fails.
 Must not know: layers, steps.
 """
 
@@ -27,17 +27,17 @@ from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_wo
 from octavo.model.parallel import PeerSums, Ranks, Sums
 
 VARIABLE = "OCTAVO_SUMS"
-"""Of the environment: a Way; unset: as measured."""
+"""Environment variable with a Way; unset: as measured."""
 
 
 class Way(Enum):
-    """How sums go: as measured, or in one way without a measurement, to compare them or to do without one."""
+    """How ranks sum: as measured, or in one given way without measuring, to compare ways or to avoid one."""
 
     FASTEST = "fastest"
     BY_LIBRARY = "library"
     ONE_SHOT = "one_shot"  # torch's kernel
     FUSED = "fused"  # ours, which reads its peers' memory
-    PUSHED = "pushed"  # ours, which writes into it: of few rows
+    PUSHED = "pushed"  # ours, which writes into it: for few rows
 
 
 CANDIDATES = {
@@ -47,22 +47,22 @@ CANDIDATES = {
     Way.FUSED: (Way.FUSED,),
     Way.PUSHED: (Way.PUSHED,),
 }
-"""Beside the library's."""
+"""Ways to try, in addition to the library's."""
 MOST_BYTES = 1 << 20
-"""Of a sum by torch's kernel."""
+"""The most that a sum by torch's kernel, or a pushed one, may have."""
 GROUP_SIZES = (2, 4, 8)
-"""Those for which torch's kernel adds in the order of the ranks."""
+"""Group sizes for which torch's kernel adds in the order of the ranks."""
 DTYPES = (torch.bfloat16, torch.float32)
 TIMED_ROWS = (1, 4, 16, 64, 128, 256, 1024)
-"""And as many as there may be. Each stands for those below it, down to the one before."""
+"""Timed in addition to max_rows. Each stands for smaller numbers, down to the previous one."""
 TIMED_PAIRS = 8
 MANY_ROWS, STEPS_OF_MANY = 1024, 4
 _ALIGNMENT_BYTES = 16
 
 
 class _Peers:
-    """What the ways share: sums of up to `limit` elements of one dtype, in memory that all ranks read or write. All
-    ranks make theirs at once. Raises RuntimeError where devices or drivers cannot do it."""
+    """Common to all ways: sums of up to `limit` elements of one dtype, in memory that all ranks read or write. All
+    ranks must create theirs at once. Raises RuntimeError if devices or drivers do not support it."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, *, limit: int) -> None:
         self.ranks, self._dtype, self.limit = ranks, dtype, limit
@@ -74,10 +74,10 @@ class _Peers:
 
 
 class SharedMemory:
-    """Zeros of one shape on every rank, which all ranks read and write."""
+    """A tensor of the same shape on every rank, initially zero, which all ranks can read and write."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # which not every build of torch has
+        from torch.distributed import _symmetric_memory as symmetric  # not in every build of torch
 
         self.own = symmetric.empty(*shape, dtype=dtype, device=device)
         self.own.zero_()
@@ -85,15 +85,15 @@ class SharedMemory:
         self._ranks, self._handle = ranks, symmetric.rendezvous(self.own, ranks.group)
 
     def of_all(self) -> list[torch.Tensor]:
-        """Every rank's, in their order."""
+        """Every rank's tensor, in order of the ranks."""
         shape, dtype, ranks, handle = self.own.shape, self.own.dtype, self._ranks, self._handle
-        remote = getattr(handle, "get_remote_tensor", handle.get_buffer)  # the same, but for memory within a block
+        remote = getattr(handle, "get_remote_tensor", handle.get_buffer)  # differ only for memory inside a larger block
         others = (remote(rank, shape, dtype) for rank in range(ranks.size))
         return [self.own if rank == ranks.rank else other for rank, other in enumerate(others)]
 
 
 class OneShotSums(_Peers):
-    """Implements `PeerSums` by torch's kernel, which leaves the room free; in one stream."""
+    """Implements `PeerSums` by torch's kernel, after which the room may be reused; to be used in one stream."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
         super().__init__(ranks, dtype, limit=min(limit, MOST_BYTES // dtype.itemsize))
@@ -119,8 +119,8 @@ class OneShotSums(_Peers):
 
 
 class FusedSums(_Peers):
-    """Implements `PeerSums` by our kernel, with a room for each of a layer's two sums and one for the embedding's; in
-    one stream."""
+    """Implements `PeerSums` by our kernel, with a room for each of a layer's two sums and one for the embedding's; to
+    be used in one stream."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
         super().__init__(ranks, dtype, limit=limit)
@@ -130,7 +130,7 @@ class FusedSums(_Peers):
         self._counts = tuple(self._shared.of_all())
         self._turn = 0
         torch.cuda.synchronize(device)
-        ranks.least(0)  # zeros are there before the first of us counts
+        ranks.least(0)  # every rank's counts are zero before any rank starts to count
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """See PeerSums."""
@@ -159,7 +159,7 @@ class FusedSums(_Peers):
 
 
 class PushedSums(_Peers):
-    """Implements `PeerSums` by our kernel that writes into its peers' inboxes; in one stream."""
+    """Implements `PeerSums` by our kernel that writes into its peers' inboxes; to be used in one stream."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
         super().__init__(ranks, dtype, limit=min(limit, MOST_BYTES // dtype.itemsize))
@@ -168,7 +168,7 @@ class PushedSums(_Peers):
         self._inboxes = tuple(self.memory.of_all())
         self._turns = torch.zeros(words // WORDS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
-        ranks.least(0)  # zeros are there before the first of us writes
+        ranks.least(0)  # every rank's inbox is zero before any rank writes
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """See PeerSums."""
@@ -189,8 +189,8 @@ class PushedSums(_Peers):
 
 
 class SumsBySize:
-    """Implements `PeerSums` by one of several, or by none of them, as measured. fastest: for tensors of up to so many
-    elements."""
+    """Implements `PeerSums` by the fastest of several ways. fastest: the way for tensors of up to that many elements,
+    None for the library's."""
 
     def __init__(self, fastest: dict[int, PeerSums | None]) -> None:
         self._sizes, self._ways = sorted(fastest), [fastest[size] for size in sorted(fastest)]
@@ -235,9 +235,9 @@ def with_peer_sums(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Ranks:
-    """The ranks, with sums by the way that is fastest for each size among those that are there and give NCCL's sums. On
-    every rank at once, on idle devices. max_rows: that a sum may have. note: is given a sentence on what came of it.
-    Raises ValueError for an unknown way in the environment."""
+    """The ranks, with the fastest way for each size among those that are available and give NCCL's sums. Call it on
+    every rank at once, with idle devices. max_rows: the most rows that a sum may have. note: called with a sentence on
+    the outcome. Raises ValueError for an unknown way in the environment."""
     wanted = ranks.agree(wanted_way())
     found = ways_to_sum(
         ranks, CANDIDATES[wanted], hidden_size=hidden_size, max_rows=max_rows, dtype=dtype, device=device, note=note
@@ -262,14 +262,14 @@ def with_peer_sums(
 
 
 def _time_pairs(ranks: Ranks, x_BD: torch.Tensor, stream: torch.cuda.Stream) -> float:
-    """Milliseconds of a sum, with a copy before it."""
+    """Milliseconds of a sum, including a copy before it."""
     work = partial(sum_pairs, ranks, x_BD, TIMED_PAIRS)
     steps = STEPS_OF_MANY if len(x_BD) >= MANY_ROWS else STEPS
     return time_graph(work, stream, steps=steps) / (2 * TIMED_PAIRS)
 
 
 def wanted_way() -> Way:
-    """What the environment asks for. Raises ValueError for what is none."""
+    """The Way in the environment. Raises ValueError if it is unknown."""
     name = os.environ.get(VARIABLE) or Way.FASTEST.value
     if name not in [way.value for way in Way]:
         raise ValueError(f"{VARIABLE} is {name!r}; give one of {', '.join(way.value for way in Way)}")
@@ -286,7 +286,7 @@ def ways_to_sum(
     device: torch.device,
     note: Callable[[str], None],
 ) -> dict[str, Ranks]:
-    """Ranks with each of the ways that is there and gives NCCL's sums, by a Way's value; see `with_peer_sums`."""
+    """Ranks with each way that is available and gives NCCL's sums, by the Way's value; see `with_peer_sums`."""
     if device.type != "cuda" or ranks.size not in GROUP_SIZES or dtype not in DTYPES or ranks.sums is not Sums.FAST:
         return {}
     found = dict[str, Ranks]()
@@ -317,9 +317,9 @@ _MAKERS: dict[Way, type[OneShotSums] | type[FusedSums] | type[PushedSums]] = {
 def _is_right(
     library: Ranks, with_own: Ranks, sizes: tuple[int, ...], hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether both give the same for so many rows."""
+    """Whether both give nearly the same sums for each of these numbers of rows."""
     is_right = True
-    for rows in sizes:  # all of them, as the other ranks do
+    for rows in sizes:  # always all of them: the other ranks also run them all
         x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
         wanted, found = (sum_pairs(ranks, x_BD, 1).float() for ranks in (library, with_own))
         is_right &= torch.allclose(found, wanted, rtol=2e-2, atol=6e-2)
@@ -327,7 +327,7 @@ def _is_right(
 
 
 def sum_pairs(ranks: Ranks, x_BD: torch.Tensor, count: int) -> torch.Tensor:
-    """The sums of so many layers, each behind a copy, where a layer has a product."""
+    """The total of `count` layers' sums, each after a copy, which takes the place of a layer's product."""
     total_BD = torch.zeros_like(x_BD)
     for _ in range(2 * count):
         partial_BD = ranks.room(x_BD)

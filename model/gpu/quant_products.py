@@ -1,10 +1,10 @@
-"""Products of a step with matrices that have fewer bits.
+"""Products of a step with quantised matrices.
 
-How a product is computed depends on the number of tokens alone. Few: weights are turned into numbers in registers
-(model/kernels/products/quantized.py), which saves the time of reading them. Many: integers are unpacked into a matrix
-that all layers share and cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, a scale for each, where the
+For a given matrix, how a product is computed depends only on the number of tokens. Few: weights are dequantised in
+registers (model/kernels/products/quantized.py), so that fewer bytes are read. Many: integers are unpacked into a matrix
+that all layers share, which cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, each with a scale, if the
 device has instructions for it: by our kernel up to 64 tokens (model/kernels/products/rounded.py), by the library
-beyond. Norms are folded into e4m3 weights before they are rounded, and into the inputs of integers.
+beyond. Norms are folded into e4m3 weights before they are rounded; for integers, into the scales of the inputs.
 
 Legend: T tokens · D model dim · O outputs · I inputs.
 """
@@ -34,13 +34,13 @@ from octavo.model.quantization.grouped import GroupedWeight
 from octavo.model.quantization.rounding import Fp8Weight
 
 FEW_TOKENS, FEW_TOKENS_FP8 = 64, 32
-"""Up to here weights are turned into numbers in registers (bench/RESULTS.md)."""
+"""Up to this many tokens, weights are dequantised in registers (bench/RESULTS.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantProducts:
-    """Scratch for the products of one stream. plain: room for the largest unpacked matrix, None where nothing is. room:
-    for products with rounded tokens, None where there are none."""
+    """Scratch for the products of one stream. plain: memory for the largest unpacked matrix; None if none is unpacked.
+    room: for products with rounded tokens; None if there are none."""
 
     scratch: QuantScratch
     plain: torch.Tensor | None
@@ -49,7 +49,7 @@ class QuantProducts:
 
     @classmethod
     def allocate(cls, weights: GpuWeights) -> "QuantProducts":
-        """For all layers of these weights."""
+        """Scratch for all layers of these weights."""
         held = [matrix for layer in weights.layers for matrix in matrices_of(layer).all()]
         every = [matrix for matrix in held if not isinstance(matrix, torch.Tensor)]
         device = weights.embed_VD.device
@@ -62,13 +62,13 @@ class QuantProducts:
         return cls(scratch, plain, room_of(sorted(set(rounding)), device) if rounding else None)
 
     def rounds_tokens(self, num_tokens: int, dtype: torch.dtype, weight: Matrix) -> bool:
-        """Whether products of so many tokens with this are computed with e4m3 tokens."""
+        """Whether products of this many tokens with this weight round the tokens to e4m3."""
         if not isinstance(weight, Fp8Weight) or self._are_few(num_tokens, weight):
             return False
         return not needs_plain(weight, dtype)
 
     def multiply(self, x_TI: torch.Tensor | RoundedTokens, weight: Matrix, out_TO: torch.Tensor) -> None:
-        """out_TO = x_TI @ weight^T, without bias. x_TI: rounded where `rounds_tokens`, or not yet."""
+        """out_TO = x_TI @ weight^T, without bias. x_TI: may already be rounded if `rounds_tokens`."""
         if isinstance(x_TI, RoundedTokens) or self.rounds_tokens(len(x_TI), x_TI.dtype, weight):
             assert isinstance(weight, Fp8Weight)
             self._multiply_rounded(rounded(x_TI), weight, out_TO)
@@ -80,7 +80,7 @@ class QuantProducts:
             torch.mm(x_TI, self._unpacked(weight).T, out=out_TO)
 
     def add_product(self, x_TI: torch.Tensor | RoundedTokens, weight: Matrix, out_TO: torch.Tensor) -> None:
-        """out_TO += x_TI @ weight^T; else as `multiply`."""
+        """out_TO += x_TI @ weight^T; otherwise as `multiply`."""
         if isinstance(x_TI, RoundedTokens) or self.rounds_tokens(len(x_TI), x_TI.dtype, weight):
             assert isinstance(weight, Fp8Weight)
             self._add_rounded(rounded(x_TI), weight, out_TO)
@@ -120,7 +120,7 @@ class QuantProducts:
 
 
 def needs_plain(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether products of many tokens go by way of a plain matrix: all but e4m3 on a device that multiplies it."""
+    """Whether products of many tokens need an unpacked matrix: all but e4m3 on a device that can multiply it."""
     if isinstance(weight, GroupedWeight) or dtype != torch.bfloat16 or not weight.code_OI.is_cuda:
         return True
     is_aligned = weight.num_inputs % 16 == 0 and weight.num_outputs % 16 == 0
@@ -128,7 +128,7 @@ def needs_plain(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
 
 
 def rounded(x_TI: torch.Tensor | RoundedTokens) -> RoundedTokens:
-    """To e4m3 token by token, if it is not yet."""
+    """Round each token to e4m3, unless that has been done."""
     if isinstance(x_TI, RoundedTokens):
         return x_TI
     tokens = RoundedTokens.empty(x_TI.shape[0], x_TI.shape[1], x_TI.device)

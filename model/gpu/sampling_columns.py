@@ -1,4 +1,4 @@
-"""What a row's sampling parameters need on the device: values of its columns, and kernels to run behind a step.
+"""What a row's sampling parameters need on the device: values of its columns, and kernels to run after a step.
 
 Must not know: tensors, the device.
 
@@ -19,29 +19,30 @@ from octavo.model.kernels.sampling.mask import ALWAYS, WHILE_SHORT
 from octavo.model.sampling.params import COLUMNS, MASKS, OF_RANDOM, Feature, SamplingParams, column_values
 
 LEAST_TEMPERATURE = 1e-4
-"""Below it, a logit divided by the temperature leaves what float32 can hold beside others; a logit less the largest one
-does not."""
+"""Below it, logits divided by the temperature exceed what float32 can hold accurately; differences from the largest
+logit do not."""
 _FILTERS = [name for name, column in COLUMNS.items() if column.feature & OF_RANDOM]
 
 
 class Stage(IntFlag):
-    """Kernels behind the step, in their order."""
+    """Kernels after the step, in order."""
 
     NONE = 0
-    LOGPROBS = 1  # before all others, and again behind them
+    LOGPROBS = 1  # before all others, and again after them
     MASK = 2
     BAD_WORDS = 4
     GRAMMAR = 8  # the mask comes from the host, later than the rest of the step
     BIAS = 16
     CHOICE = 32
-    SPECIAL = 64  # no kernel: the whole sampler, behind all of them
+    SPECIAL = 64  # no kernel: the whole sampler, after all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:
-    """stages: what a step runs for the row. columns: by name of model.gpu.state.SAMPLING_COLUMNS. biases: by id.
+    """stages: what a step runs for the row. columns: by name in model.gpu.state.SAMPLING_COLUMNS. biases: by id.
 
-    forbidden: ids never chosen. words: of two tokens or more. Ids are the vocabulary's, but for the words' beginnings.
+    forbidden: ids never chosen. words: bad words of two tokens or more. All ids are in the vocabulary, except that
+    tokens of a word before its last may be any.
     """
 
     stages: Stage
@@ -52,8 +53,8 @@ class RowPlan:
 
 
 def plan_row(params: SamplingParams, features: Feature, *, vocab_size: int) -> RowPlan | None:
-    """None where only model/sampling/sampler.py can do it: more log-probabilities, biases or bad words than a row has
-    room for. features: the params' own, and GRAMMAR where the row has one."""
+    """The plan of a row; None if only model/sampling/sampler.py can do it: more log-probabilities, biases or bad words
+    than fit into a row. features: the params' own, and GRAMMAR if the row has one."""
     biases = {token: bias for token, bias in params.logit_bias.items() if 0 <= token < vocab_size}
     known = [word for word in params.bad_words if word and 0 <= word[-1] < vocab_size]
     words = tuple(word for word in known if len(word) > 1)
@@ -93,7 +94,7 @@ def _stages(features: Feature, columns: dict[str, float]) -> Stage:
 
 
 def allowed_always(params: SamplingParams, forbidden: tuple[int, ...], *, vocab_size: int) -> np.ndarray:
-    """bool [V]: the allowed ids, less the forbidden ones."""
+    """bool [V]: the allowed ids (all if none are given) without the forbidden ones."""
     is_allowed_V = np.zeros(vocab_size, np.bool_)
     ids = np.asarray(params.allowed_token_ids, np.int64)
     is_allowed_V[ids[(ids >= 0) & (ids < vocab_size)] if len(ids) else slice(None)] = True

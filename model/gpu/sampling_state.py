@@ -1,14 +1,14 @@
-"""Sampling parameters beyond a temperature on the device, and the kernels for them behind a step. Nothing waits.
+"""Sampling parameters beyond a temperature, kept on the device, and the kernels for them that follow a step. Nothing
+waits for the device.
 
-A step gives every row a token and moves it on. Where a row of the batch needs more, these kernels follow, of which each
-leaves rows that do not ask for it alone:
+A step gives every row a token and advances it. If a row of the batch needs more, these kernels follow; each skips rows
+that do not ask for it:
 
     log-probabilities of the raw logits  ->  masks, bad words, a step's grammar masks: -inf in place
     ->  biases: out of the logits  ->  penalties, filters, another token  ->  log-probability of that token
 
-The logits are overwritten. Stages as model.sampling.params.Feature has them; masks may come before biases and
-penalties, since
--inf stays -inf.
+The logits are overwritten. Stages are those of model.sampling.params.Feature; masks may come before biases and
+penalties, since -inf stays -inf.
 
 Legend: B sequences · R rows · V vocabulary · T tokens of a request · W words of a mask · N masked rows · A biases · L
 tokens of a bad word's beginning · H ring of newest tokens.
@@ -49,7 +49,8 @@ class DeviceMasks:
 
 
 class SamplingState:
-    """Tables of R rows beside the row state's columns (or its own state's, in tests), and room for max_batch rows."""
+    """Tables of R rows in addition to the row state's columns, and buffers for max_batch rows. state: None: creates one
+    of its own, for tests."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class SamplingState:
     # ------------------------------------------------------------ rows
 
     def put(self, row: int, params: SamplingParams, token_ids_T: np.ndarray, num_prompt_tokens: int) -> None:
-        """Set everything of a row, value by value. Raises ValueError where the row has no room for its parameters."""
+        """Set all columns and tables of a row, value by value. Raises ValueError if its parameters do not fit into a
+        row."""
         plan = plan_row(params, features_of(params), vocab_size=self.vocab_size)
         if plan is None:
             raise ValueError("the sampling parameters need more room than a row has")
@@ -95,7 +97,8 @@ class SamplingState:
     def put_tables(
         self, row: int, params: SamplingParams, plan: RowPlan, token_ids_T: np.ndarray, num_prompt_tokens: int
     ) -> None:
-        """What is too large for a column, where the plan needs it. token_ids_T: int32, prompt and output so far."""
+        """Set the tables (values too large for a column) that the plan needs. token_ids_T: int32, prompt and output so
+        far."""
         V = self.vocab_size
         if Feature.PENALTY in features_of(params):
             self._put_counts(row, token_ids_T, num_prompt_tokens)
@@ -136,7 +139,7 @@ class SamplingState:
     # ------------------------------------------------------------ a step
 
     def run(self, stages: Stage, batch: SampledBatch, masks: DeviceMasks | None = None) -> None:
-        """Enqueue the kernels that the rows of a batch need; stages: the union of theirs."""
+        """Enqueue the kernels that the rows of a batch need. stages: the union of the rows' stages."""
         logits_BV, rows_B, state, columns = batch.logits_BV, batch.rows_B, self.state, self.state.sampling_columns
         if Stage.LOGPROBS in stages:
             find_largest(logits_BV, rows_B, columns["logprobs"], self.logprobs)
@@ -161,7 +164,7 @@ class SamplingState:
             take_chosen(logits_BV, rows_B, batch.token_B, columns["logprobs"], *biases, self.logprobs)
 
     def choose(self, batch: SampledBatch) -> None:
-        """Give the rows that have a method of their own their tokens, behind the step's own sampler."""
+        """Choose tokens for rows that have a method of their own, after the step's own sampler."""
         state = self.state
         filter_and_choose(
             batch.logits_BV, batch.rows_B, state.sampling_columns["temperature"], state.seed_R,
@@ -179,6 +182,6 @@ def packed_counts(token_ids_T: np.ndarray, num_prompt_tokens: int) -> tuple[np.n
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on the device, behind what is enqueued there; by way of pinned memory, so that nothing waits."""
+    """Copy the array to the device, after what is enqueued there; through pinned memory, so that nothing waits."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()

@@ -1,9 +1,9 @@
-"""The decoder layers of a decode step of a few rows: six kernels a layer that overlap
-(model/kernels/overlap.py). A family that normalises heads, or has no bias, takes seven: a program of the
-product with QKV has parts of heads, so that another kernel finishes them.
+"""The decoder layers of a decode step of a few rows: six overlapping kernels per layer (model/kernels/overlap.py). A
+family that normalises heads, or has no bias, takes seven: a program of the QKV product has only parts of heads, so
+another kernel finishes them.
 
-Larger batches go by model/gpu/layers.py with model/kernels/attention/decode.py; which of them a batch
-size takes is decided in model/gpu/autotune.py.
+Larger batches use model/gpu/layers.py with model/kernels/attention/decode.py; model/gpu/autotune.py decides which of
+them a batch size uses.
 
 Legend: B sequences · D model dim · N query heads · H head dim · I intermediate dim.
 """
@@ -41,18 +41,18 @@ MAX_SMALL_BATCH = 8
 LEAST_TILE, MOST_TILE, LONGEST_GRAIN = 32, 256, 128
 """Tokens."""
 ATTENDED_BYTES = 65_536
-"""Of keys and values that the programs of a multiprocessor ask for at first."""
+"""Keys and values that the programs of a multiprocessor request first."""
 LANES = 32
 MAX_ELEMENTS_OF_LANE, MAX_ELEMENTS_OF_LONG_ROW = 160, 108
-"""Of a row of weights: more would not fit a thread's registers beside the vector. Fewer were faster where several warps
-share a row."""
+"""Elements of a row of weights: more would not fit into a thread's registers beside the vector. Fewer were faster if
+several warps share a row."""
 MAX_ROWS = 8
-"""Of a program whose warps read a row each, however short the rows are."""
+"""Rows of a program whose warps read one row each, however short the rows are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallBatchCuts:
-    """How each product of a layer is cut, attention, and the head."""
+    """How each product of a layer, attention and the head are cut."""
 
     qkv: Cut
     output: Cut
@@ -63,8 +63,8 @@ class SmallBatchCuts:
 
 
 def cuts_of(config: ModelConfig, *, number_bytes: int = 2) -> SmallBatchCuts:
-    """Cuts by the weights that a program reads and that each of its threads holds, or the keys and values: the fastest
-    of those that were tried for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md). number_bytes: of a weight, a key or a
+    """Cuts by the bytes of weights, or of keys and values, that a program reads and each of its threads holds: the
+    fastest of those tried for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md). number_bytes: bytes of a weight, key or
     value."""
 
     def num_rows(row_elements: int, program_bytes: int, *, least: int = 1) -> int:
@@ -77,7 +77,7 @@ def cuts_of(config: ModelConfig, *, number_bytes: int = 2) -> SmallBatchCuts:
         return Cut(rows=rows, warps=min(MAX_WARPS, _warps_for(rows * length * matrices, of_lane)))
 
     def one_by_one(length: int, program_bytes: int, *, least: int = 1) -> Cut:
-        """A warp reads a row, or several do where it is long: nothing is added up between warps of other rows."""
+        """A warp reads a row, or several do if it is long; nothing is summed across warps of different rows."""
         rows = min(MAX_ROWS, num_rows(length, program_bytes, least=least))
         fits = length <= MAX_ELEMENTS_OF_LANE * LANES
         of_row = 1 if fits else _warps_for(length, MAX_ELEMENTS_OF_LONG_ROW)
@@ -95,8 +95,8 @@ def cuts_of(config: ModelConfig, *, number_bytes: int = 2) -> SmallBatchCuts:
 
 
 def _attention_cut_of(config: ModelConfig, number_bytes: int) -> AttentionCut:
-    """The first tiles of a long context, as many as there are parts, are all on their way at once, and no more bytes of
-    them than a multiprocessor has registers for beside the kernels that follow."""
+    """The first tiles of a long context, one for each part, are all in flight at once, with no more bytes than a
+    multiprocessor's registers can hold beside the kernels that follow."""
     H, programs = config.head_dim, -(-config.num_key_value_heads * MAX_SPLITS // MULTIPROCESSORS)
     wanted = min(MOST_TILE, max(LEAST_TILE, ATTENDED_BYTES // (programs * 2 * number_bytes * H)))
     tile = 1 << (wanted.bit_length() - 1)
@@ -128,13 +128,13 @@ class SmallBatchLayers:
         self.part_BWNH, self.log_BWN = split_buffers(rows, config.num_attention_heads, config.head_dim, device)
 
     def ops(self, rows_B: torch.Tensor, cuts: SmallBatchCuts) -> "SmallBatchOps":
-        """The operations of a step that writes the caches of rows_B (int32)."""
+        """The operations of a step that writes to the caches of rows_B (int32)."""
         if not self.is_qkv_one_kernel:
             torch.index_select(self.state.position_R, 0, rows_B, out=self.position_B[: len(rows_B)])
         return SmallBatchOps(self, rows_B, cuts)
 
     def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, part_BW: torch.Tensor, cuts: SmallBatchCuts) -> None:
-        """Final norm and head of x_BD[index_B], this rank's columns."""
+        """Final norm and head of x_BD[index_B]: writes this rank's columns to part_BW."""
         weights = self.weights
         small_batch_head(
             x_BD, index_B, weights.norm_D, weights.head_VD, part_BW, weights.config.rms_norm_eps,
@@ -144,7 +144,7 @@ class SmallBatchLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallBatchOps(SumsInPlace):
-    """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
+    """The operations of a layer (`LayerOps`; a layer is given by its index), in the buffers of `layers`. Changes x in
     place."""
 
     layers: SmallBatchLayers
@@ -153,11 +153,11 @@ class SmallBatchOps(SumsInPlace):
 
     @property
     def weights(self) -> GpuWeights:  # type: ignore[override]
-        """Of the layers."""
+        """The layers' weights."""
         return self.layers.weights
 
     def multiply_qkv(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
-        """See LayerOps: qkv_BC; where `write_qkv` has the product, passes x_BD on."""
+        """See LayerOps: qkv_BC; passes x_BD on if `write_qkv` also does the product."""
         own = self.layers
         if own.is_qkv_one_kernel:
             return x_BD

@@ -1,7 +1,7 @@
-"""The decoder layers of a decode step of some dozens of rows: products by our own kernel where it is faster.
+"""The decoder layers of a decode step of a few dozen rows: products by our own kernel where it is faster.
 
-The counterpart of model/gpu/layers.py for weights in the model's dtype; which batch sizes take it is decided in
-model/gpu/autotune.py.
+The counterpart of model/gpu/layers.py for weights in the model's dtype; model/gpu/autotune.py decides which batch sizes
+use it.
 """
 
 import torch
@@ -20,12 +20,12 @@ from octavo.model.kernels.products.split_k import (
 
 SplitKCuts = LayerCuts[SplitKCut]
 SPLIT_K_SIZES = (16, 32, 64)
-"""Batch sizes that have cuts of their own: each serves those below it. Beyond, cuBLAS has won every product."""
+"""Batch sizes with cuts of their own; each also serves smaller ones. Beyond, cuBLAS was faster for every product."""
 WANTED_PROGRAMS = 140
 
 
 def split_k_cuts_of(config: ModelConfig, size: int) -> SplitKCuts:
-    """Cuts for a batch of one of SPLIT_K_SIZES: what was fastest for 0.5B on an H100 (bench/RESULTS.md)."""
+    """Cuts for a batch of one of SPLIT_K_SIZES: the fastest for 0.5B on an H100 (bench/RESULTS.md)."""
 
     def cut(num_outputs: int, outputs: int) -> SplitKCut:
         tiles = -(-num_outputs // outputs)
@@ -42,12 +42,12 @@ def split_k_cuts_of(config: ModelConfig, size: int) -> SplitKCuts:
 
 
 def split_k_room(config: ModelConfig, device: torch.device | str) -> SplitKRoom:
-    """Room for the products of all SPLIT_K_SIZES."""
+    """Memory for the products of all SPLIT_K_SIZES."""
     return room_for(config, ((size, split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES), device)
 
 
 class SplitKFinish(CutFinish[SplitKCut]):
-    """Products whose inputs are split; room for the parts of sums."""
+    """Products whose inputs are split. room: memory for the parts of sums."""
 
     def __init__(self, weights: GpuWeights, buffers: LayerBuffers, room: SplitKRoom, cuts: SplitKCuts) -> None:
         super().__init__(weights, buffers, cuts)

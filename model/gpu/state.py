@@ -1,9 +1,10 @@
-"""What a step knows of every row, kept on the device from step to step.
+"""The state of every row that a step needs, kept on the device from step to step.
 
-A row is a request's stable place. A decode step reads and moves the rows by kernels; the host sends only what changes:
-joins, new blocks, another batch. The last row is scratch: batches are padded with it, and no request has its block.
+A row is a request's stable place. Kernels of a decode step read and advance the rows; the host sends only changes:
+joins, new blocks, another batch. The last row is scratch: batches are padded with it, and its block belongs to no
+request.
 
-Everything lies in one buffer of 32-bit words, so that the host's changes are (index, value) pairs of one form
+All state is in one buffer of 32-bit words, so that the host's changes are (index, value) pairs of a single kind
 (model/kernels/row_changes.py).
 
 Legend: R rows (the runner's slots and one more) · M table width · A longest batch · W words of all of it.
@@ -21,15 +22,15 @@ SAMPLING_COLUMNS = {
     **{name: "int32" if column.dtype == "int64" else "float32" for name, column in COLUMNS.items()},
     **dict.fromkeys(("method", "num_biases", "mask", "num_words", "logprobs"), "int32"),
 }
-"""Names and dtypes of the columns for sampling beyond a temperature. A row that has a method of its own is greedy
-for the step's own sampler (`RowState.temperature_R`), whose token it does not keep."""
+"""Names and dtypes of the columns for sampling beyond a temperature. A row with a method of its own is greedy for the
+step's own sampler (`RowState.temperature_R` is 0), whose token is replaced afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Where each column of the state begins, in words. num_words: of everything.
+    """Where each column of the state begins, in words. num_words: in total.
 
-    seed takes two words a row, table table_width words a row, batch one word for each of max_batch, the others one.
+    seed takes two words per row, table table_width words per row, batch max_batch words in all, the others one per row.
     sampling: where each of SAMPLING_COLUMNS begins.
     """
 
@@ -48,7 +49,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, *, num_rows: int, table_width: int, max_batch: int) -> "RowLayout":
-        """The columns one after the other, each on a boundary of 128 bytes."""
+        """The columns one after another, each aligned to 128 bytes."""
         words = {
             "seed": 2 * num_rows, "last_token": num_rows, "position": num_rows, "num_prompt": num_rows,
             "temperature": num_rows, **{f"sampling {name}": num_rows for name in SAMPLING_COLUMNS},
@@ -64,10 +65,10 @@ class RowLayout:
 
 
 class RowState:
-    """position_R: tokens in the cache, which is where the row's last token will be written.
+    """position_R: number of tokens in the cache, which is where the row's last token will be written.
 
     last_token_R, position_R, num_prompt_R, table_RM: int32. temperature_R: float32, 0 is greedy. seed_R: int64 (bits of
-    a uint64). sampling_columns: by name of SAMPLING_COLUMNS, read behind the step alone (model/gpu/sampling_state.py).
+    a uint64). sampling_columns: by name in SAMPLING_COLUMNS, only read after the step (model/gpu/sampling_state.py).
     batch_A: int32, the rows of the next decode step, then scratch. All are views of words_W, int32.
     """
 

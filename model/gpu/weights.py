@@ -1,7 +1,7 @@
-"""The weights as the GPU steps want them: RMSNorm's weights folded into the matrices that follow them.
+"""The weights as the GPU steps need them: RMSNorm weights are folded into the matrices that follow them.
 
 (x / rms(x) * g) @ W.T equals (x @ (W * g).T) / rms(x): with g in the matrix, no kernel normalises before a matrix
-product, and the consumer of the product applies 1 / rms(x). Folded in float32 and rounded once.
+product, and the consumer of the product applies 1 / rms(x). Folding is done in float32 and rounded once.
 
 Legend: D model dim · I intermediate dim · V rows of the embedding · C = (N + 2K)·H columns of the QKV product.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 Matrix = GroupedWeight | Fp8Weight | torch.Tensor
-"""Of a layer that has some in fewer bits; the others are plain."""
+"""A matrix of a layer in which some are quantised; the others are plain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantMatrices:
-    """The matrices of a layer of which some have fewer bits, norms folded in: into plain and e4m3 weights, into the
-    inputs of integers."""
+    """The matrices of a layer in which some are quantised. Norms are folded into plain and e4m3 weights; for integers,
+    into the scales of the inputs."""
 
     qkv: Matrix
     output: Matrix
@@ -39,15 +39,14 @@ class QuantMatrices:
     down: Matrix
 
     def all(self) -> tuple[Matrix, ...]:
-        """In the order of a step."""
+        """All four, in the order of a step."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer; every matrix is [out, in], transposed views of them go to the products. Where `quantized` has
-    the matrices, the plain ones are empty. qkv_bias_C, qk_norm_2H (of query heads, of key heads): None where the family
-    has none."""
+    """One decoder layer. Every matrix is [out, in]; products take transposed views. If `quantized` has the matrices,
+    the plain ones are empty. qkv_bias_C, qk_norm_2H (of query heads, of key heads): None if the family has none."""
 
     qkv_CD: torch.Tensor
     qkv_bias_C: torch.Tensor | None
@@ -59,14 +58,13 @@ class LayerWeights:
 
 
 AddInPlace = Callable[[torch.Tensor, torch.Tensor], None]
-"""(x_SI, out_SO): adds to a product with x_SI, by kernels that a CUDA graph can hold."""
+"""(x_SI, out_SO): adds to out_SO, which holds a product with x_SI, by kernels that a CUDA graph can capture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerAddends:
-    """What is added to the products of a layer (LoRA, arXiv 2106.09685), None where nothing is. Those of qkv and
-    gate_up get x before its norm, whose weight must be folded in; what they add is scaled by 1 / rms(x) with the
-    product."""
+    """What is added to the products of a layer (LoRA, arXiv 2106.09685); None for nothing. Those of qkv and gate_up get
+    x before its norm, whose weight they must have folded in; what they add is scaled by 1 / rms(x) with the product."""
 
     qkv: AddInPlace | None = None
     output: AddInPlace | None = None
@@ -76,10 +74,10 @@ class LayerAddends:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuWeights:
-    """The model, or what a rank has of it. cos_LH, sin_LH: float32 [max positions, H / 2], YaRN's amplitude included.
+    """The model, or a rank's part of it. cos_LH, sin_LH: float32 [max positions, H / 2], YaRN's amplitude included.
 
-    products: scratch for quantised matrices, None where they are plain. addends: for each layer; None where there are
-    none. ranks: over which the products of a layer are summed.
+    products: scratch for quantised matrices, None if they are plain. addends: for each layer; None if there are none.
+    ranks: over which the products of a layer are summed.
     """
 
     config: ModelConfig
@@ -96,21 +94,21 @@ class GpuWeights:
 
     @property
     def has_plain_products(self) -> bool:
-        """Whether every kernel can read the layers' matrices, and nothing happens to a product before the next."""
+        """Whether the layers' matrices are not quantised and nothing is added to products."""
         return self.products is None and self.addends is None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the layers' matrices have fewer bits than the dtype."""
+        """Whether the layers' matrices are quantised."""
         return self.products is not None
 
     @classmethod
     def take(
         cls, model: CausalLM, *, max_positions: int, weight_format: WeightFormat = WeightFormat.BF16
     ) -> "GpuWeights":
-        """Fold the model's own tensors in place: the model cannot be used on its own afterwards, and no second copy of
-        the weights exists at any time. weight_format: what the layers' matrices are rounded to, one after the other;
-        those that the model holds in fewer bits already stay as they are, as do plain ones beside them."""
+        """Fold the model's own tensors in place: the model cannot be used on its own afterwards, and there is never a
+        second copy of the weights. weight_format: what the layers' matrices are rounded to, one after another; those
+        that are already quantised in the model stay as they are, as do plain ones beside them with BF16."""
         cos_LH, sin_LH = rope_tables(model.config, max_positions, model.device)
         weights = cls(
             config=model.config,
@@ -131,7 +129,7 @@ class GpuWeights:
 
 
 def take_layer(layer: DecoderLayer, weight_format: WeightFormat) -> LayerWeights:
-    """The layer's matrices, plain or in fewer bits."""
+    """The layer's matrices, plain or quantised."""
     linears = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     is_packed = any(linear.quantized is not None for linear in linears)  # ranks unpack what they cannot cut
     if weight_format is WeightFormat.BF16 and not is_packed:
@@ -150,20 +148,20 @@ def take_layer(layer: DecoderLayer, weight_format: WeightFormat) -> LayerWeights
 
 
 def qkv_bias(layer: DecoderLayer) -> torch.Tensor | None:
-    """bias_C of the QKV product, None where the family has none."""
+    """bias_C of the QKV product, None if the family has none."""
     bias = layer.self_attn.qkv_proj.bias
     return None if bias is None else bias.data
 
 
 def qk_norm(layer: DecoderLayer) -> torch.Tensor | None:
-    """qk_norm_2H: the weights of the norms of query and of key heads, None where the family has none."""
+    """qk_norm_2H: the norm weights of query heads and of key heads, None if the family has none."""
     q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
     return None if q_norm is None or k_norm is None else torch.stack([q_norm.weight.data, k_norm.weight.data])
 
 
 def quantize(linear: Linear, weight_format: WeightFormat, norm_D: torch.Tensor | None = None) -> Matrix:
-    """The layer's weight in fewer bits, which it then holds instead of the plain one; a norm's weight is folded in and
-    becomes one. Where no fewer are wanted, a plain weight stays plain."""
+    """Quantise the layer's weight, fold the norm's weight in and set that to one. Returns the quantised weight, which
+    the layer then holds instead of the plain one; with BF16, a plain weight stays plain."""
     held = linear.quantized
     if held is None and norm_D is not None:
         fold(linear.weight.data, norm_D)
@@ -180,7 +178,8 @@ def quantize(linear: Linear, weight_format: WeightFormat, norm_D: torch.Tensor |
 
 
 def round_rows_to_integers(weight_OI: torch.Tensor) -> GroupedWeight:
-    """8 bits, a scale per output, as on a CPU; a part at a time, since its float32 copy would be large."""
+    """8 bits, one scale per output, as on a CPU; in parts of 4096 outputs, since a whole float32 copy would be
+    large."""
     parts = [round_to_groups(part, bits=8) for part in weight_OI.split(4096)]
     joined = join_outputs(parts)
     assert joined is not None
@@ -203,7 +202,7 @@ def fold_layer(layer: DecoderLayer) -> LayerWeights:
 
 
 def fold(matrix_OD: torch.Tensor, norm_D: torch.Tensor) -> None:
-    """matrix *= norm, column by column, in place; norm becomes one."""
+    """matrix *= norm, column by column, in place; norm is set to one."""
     matrix_OD.copy_(matrix_OD.float() * norm_D.float())
     norm_D.fill_(1.0)
 
