@@ -1,5 +1,5 @@
-"""Whole blocks of the KV cache, of all layers, gathered into rows of a buffer and scattered back: what is copied to
-host memory and from it is one piece for each block.
+"""Gathers whole blocks of the KV cache, of all layers, into rows of a buffer, and scatters them back, so that copies to
+and from host memory have one piece per block.
 
     a row    | keys of layer 0 | … | keys of layer L-1 | values of layer 0 | … |      W words of 4 bytes each
 
@@ -31,7 +31,7 @@ def _block_rows_kernel(
     GATHER: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    # One program carries one block of one layer. first: of the row's words, where this pool's begin.
+    # One program copies one block of one layer. first: where this pool's words begin in a row.
     n = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     block = tl.load(blocks_N + n).to(tl.int64)
@@ -48,13 +48,13 @@ def _block_rows_kernel(
 
 
 def gather_block_rows(pools: Pools, blocks_N: torch.Tensor, rows_NR: torch.Tensor) -> None:
-    """Rows, uint8 [at least N, bytes of a block], get these blocks (int32). Raises ValueError where a tensor does not
-    fit."""
+    """Copy these blocks (int32) to rows_NR, uint8 [at least N, bytes of a block]. Raises ValueError if a tensor does
+    not fit."""
     _launch(pools, blocks_N, rows_NR, gather=True)
 
 
 def scatter_block_rows(pools: Pools, blocks_N: torch.Tensor, rows_NR: torch.Tensor) -> None:
-    """The reverse: the blocks get the rows."""
+    """The reverse: copy the rows to these blocks."""
     _launch(pools, blocks_N, rows_NR, gather=False)
 
 

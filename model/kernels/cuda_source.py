@@ -1,8 +1,8 @@
-"""Kernels written in CUDA C++: compiled by the library that torch's builds for CUDA bring (NVRTC), once for a machine,
-and launched. For what triton has no words for: tiles that are no powers of two, clusters of programs.
+"""Compiles and launches kernels written in CUDA C++, for what triton cannot express: tiles that are not powers of two,
+clusters of thread blocks. They are compiled once per machine by NVRTC, which comes with torch's builds for CUDA.
 
-What is compiled is kept on disk under the hash of the source, the compiler and the device's architecture. The compiler
-runs in threads, so that a start that knows its kernels lets all of them be compiled beside each other.
+Images are kept on disk under the hash of the source, the compiler and the device's architecture. The compiler runs in
+threads, so that a start that knows its kernels can compile all of them in parallel.
 
 Must not know: any particular kernel.
 """
@@ -25,27 +25,27 @@ from octavo.model.kernels.overlap import Overlap
 _OPTIONS = ("--std=c++17", "-default-device")
 _COMPILERS = ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc")
 _ROW_BYTES = 128
-"""What a copy brings of a row, spread over the banks of shared memory."""
+"""Bytes of a row per copy, swizzled over the banks of shared memory."""
 
 
 class CudaError(RuntimeError):
-    """What the driver or the compiler says."""
+    """An error of the driver or the compiler."""
 
 
 @cache
 def has_compiler() -> bool:
-    """Whether there is a compiler, and what talks to it and to the driver."""
+    """Whether the compiler and the bindings to it and to the driver are available."""
     if find_spec("cuda") is None:
         return False
-    with suppress(Exception):  # a library that cannot be loaded says so in several ways
+    with suppress(Exception):  # a library that cannot be loaded raises different exceptions
         _compiler_version()
         return True
     return False
 
 
 class CudaKernel:
-    """A kernel of a source. Immutable but for what is compiled. name: the function's, behind its module's below this
-    folder. shared_bytes: of dynamic shared memory."""
+    """A kernel in a source. Immutable except for what has been compiled. name: the function's, after its module's name
+    below this folder. shared_bytes: of dynamic shared memory."""
 
     def __init__(self, source: str, name: str, *, num_threads: int, shared_bytes: int) -> None:
         self.name, self.shared_bytes = name, shared_bytes
@@ -56,8 +56,8 @@ class CudaKernel:
     def launch(
         self, num_programs: int, arguments: Sequence[tuple[Any, type | None]], overlap: Overlap = Overlap.NONE
     ) -> None:
-        """Enqueue so many programs on torch's current stream. arguments: values and their kinds of ctypes; None for a
-        `TensorMap`. Raises CudaError."""
+        """Enqueue num_programs thread blocks on torch's current stream. arguments: (value, ctypes type), None as type
+        for a `TensorMap`. Raises CudaError."""
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
@@ -74,7 +74,8 @@ class CudaKernel:
         _checked(driver.cuLaunchKernelEx(config, self._function(), (values, kinds), 0))
 
     def begin_compiling(self) -> Future[bytes]:
-        """In a thread, for the current device: the image, or CudaError with what the compiler says."""
+        """Compile for the current device, in a thread. The future has the image, or CudaError with the compiler's
+        message."""
         if self._image is None:
             major, minor = torch.cuda.get_device_capability()
             self._image = _COMPILERS.submit(compile_source, self._source, f"sm_{major}{minor}a")
@@ -94,11 +95,11 @@ class CudaKernel:
 
 
 class TensorMap:
-    """What a matrix looks like to the copy engine: rows of 16-bit numbers, of which it brings so many at once, 64
-    numbers of each. Where the matrix has three dimensions, so many rows of each of the first."""
+    """Descriptor of a matrix for TMA: rows of 16-bit numbers, of which a copy takes num_rows at once, 64 numbers of
+    each. If the matrix has three dimensions, num_rows rows for each index of the first."""
 
     def __init__(self, matrix: torch.Tensor, num_rows: int) -> None:
-        """Raises CudaError where the driver refuses it: rows are to begin at multiples of 16 bytes."""
+        """Raises CudaError if the driver refuses it: rows must begin at multiples of 16 bytes."""
         self._room = (ctypes.c_char * 192)()
         self._at = -(-ctypes.addressof(self._room) // 64) * 64
         sizes, strides = matrix.shape[::-1], matrix.stride()[::-1]
@@ -106,7 +107,7 @@ class TensorMap:
         box = [_ROW_BYTES // 2, num_rows, *sizes[2:]]
         error = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self._at),
-            9 if matrix.dtype == torch.bfloat16 else 6,  # the driver's names of bfloat16 and float16
+            9 if matrix.dtype == torch.bfloat16 else 6,  # the driver's numbers for bfloat16 and float16
             rank,
             ctypes.c_void_p(matrix.data_ptr()),
             (ctypes.c_uint64 * rank)(*sizes),
@@ -114,26 +115,26 @@ class TensorMap:
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,  # no interleaving
-            3,  # swizzled in 128 bytes
-            3,  # by 256 bytes into the second-level cache
+            3,  # 128-byte swizzle
+            3,  # 256 bytes at a time into the L2 cache
             0,  # zeros beyond the matrix
         )
         if error:
             raise CudaError(f"the driver refuses copies of {tuple(matrix.shape)} by {num_rows} rows ({error})")
 
     def getPtr(self) -> int:
-        """Where it is: what cuda.bindings asks an argument for."""
+        """Its address; cuda.bindings calls this for arguments."""
         return self._at
 
 
 def compile_source(source: str, arch: str) -> bytes:
-    """The image of a source, from disk or the compiler. Raises CudaError with what the compiler says."""
+    """The image of a source, from disk or the compiler. Raises CudaError with the compiler's message."""
     key = "\0".join([source, arch, *_OPTIONS, str(_compiler_version())])
     file = cache_folder("cuda") / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.cubin"
     with suppress(OSError):
         return file.read_bytes()
     image, _ = run_compiler(source, arch)
-    with suppress(OSError):  # a folder that cannot be written only costs the next start its time
+    with suppress(OSError):  # if the folder is not writable, the next start compiles again
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(image)
@@ -142,7 +143,8 @@ def compile_source(source: str, arch: str) -> bytes:
 
 
 def run_compiler(source: str, arch: str, *more: str) -> tuple[bytes, str]:
-    """The image of a source, with these options beside our own, and what the compiler says. Raises CudaError."""
+    """The image of a source, compiled with these options in addition to our own, and the compiler's log. Raises
+    CudaError."""
     from cuda.bindings import nvrtc
 
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -161,7 +163,8 @@ def run_compiler(source: str, arch: str, *more: str) -> tuple[bytes, str]:
 
 
 def _room(num_bytes: int) -> bytes:
-    """Bytes that may be written over: of a single one Python has an object that all share, an empty log's."""
+    """Bytes that may be overwritten. One more than needed: Python shares objects of a single byte (an empty log has
+    one)."""
     return bytes(num_bytes + 1)
 
 
@@ -181,7 +184,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call gives beside its error. Raises CudaError."""
+    """The first result of a call after its error code, if any. Raises CudaError."""
     error, *given = result
     if error.value:
         raise CudaError(f"{error.name} from the driver")

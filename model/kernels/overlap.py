@@ -1,11 +1,11 @@
-"""How kernels of a step overlap on the device.
+"""How the kernels of a step overlap on the device.
 
-At few rows a step only reads weights, and the time between one kernel's last byte and the next one's first is what is
-left to save. So a kernel that overlaps says at once that its successor may start, asks for its weights, and only then
-waits for its predecessor's results (programmatic dependent launch, CUDA's guide §4.5). Before the wait it may read
-weights, and what no kernel of the step writes before sampling: positions and tables, and cached tokens of former steps.
-That holds because a step's first kernel is launched the ordinary way, behind everything older; and each program that
-has something to do waits, and each kernel has one, so that a kernel that has ended has seen all its predecessors end.
+With few rows a step only reads weights, and what is left to save is the time between one kernel's last byte and the
+next one's first. So an overlapping kernel first signals that its successor may start, then requests its weights, and
+only then waits for its predecessor's results (programmatic dependent launch, CUDA's guide §4.5). Before the wait it may
+read weights, and anything that no kernel of the step writes before sampling: positions, tables, and tokens that earlier
+steps cached. This is safe because a step's first kernel is launched normally, after all earlier work, and because every
+program with work to do waits and every kernel has such a program: a kernel only ends after all its predecessors have.
 
     previous   |---- run ----|
     this one        |launch| weights ... |wait| run |
@@ -29,7 +29,7 @@ class Overlap(Enum):
 
     @classmethod
     def on(cls, tensor: torch.Tensor) -> "Overlap":
-        """What the tensor's device can do: dependent launch needs compute capability 9.0."""
+        """What the tensor's device supports: dependent launch needs compute capability 9.0."""
         return cls(tensor.is_cuda and _capability(tensor.device) >= (9, 0))
 
 
@@ -40,13 +40,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """First of all: the next kernel may be launched."""
+    """Allow the next kernel to be launched. To be called first."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Until the previous kernel's results are there."""
+    """Wait until the previous kernel's results are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()

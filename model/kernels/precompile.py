@@ -1,9 +1,9 @@
-"""Compiling kernels many at a time, before the first of them is launched.
+"""Compiles many kernels in parallel, before the first of them is launched.
 
-Triton compiles a kernel at its first launch, one after the other, and then has a C compiler build what launches it, a
-library for each kind of arguments: together the better part of a minute of a first start. Processes do it beside each
-other where there are some, while this one finds out what else is launched, and leave it on disk; else threads, since
-most of it runs outside Python's lock.
+Triton compiles kernels one by one at their first launch, and then has a C compiler build each one's launcher, a library
+for each signature: together most of a minute of a first start. Helper processes, if there are any, compile in parallel
+while this process finds out what else is launched, and leave the results on disk; otherwise threads do it, since most
+of the work runs outside Python's lock.
 
 Must not know: any particular kernel, where processes come from.
 """
@@ -37,11 +37,11 @@ def _kernel(number_1):
 
 
 def wake_compiler(device: torch.device) -> Thread:
-    """Begin to do what the first kernel waits for whatever it is: the device's context, the compiler's own files read
-    and hashed, what talks to the driver built. A thread does it, and never keeps the process from ending."""
+    """Start the work that the first kernel waits for, whichever it is: creating the device's context, reading and
+    hashing the compiler's own files, building the library that talks to the driver. Runs in a daemon thread."""
 
     def compile_one() -> None:
-        with suppress(Exception), torch.cuda.device(device):  # the first kernel says what is wrong
+        with suppress(Exception), torch.cuda.device(device):  # the first kernel will report what is wrong
             source = ASTSource(fn=_kernel, signature={"number_1": "*i32"}, constexprs={})
             kernel = triton.compile(source, target=driver.active.get_current_target())
             driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -56,17 +56,17 @@ class Helpers(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     def ask(self, request: bytes) -> bool:
-        """Let one of them answer, and wait until it has, in any thread; False where it could not."""
+        """Have one of them answer, and wait for it; from any thread. False if it could not."""
 
     def close(self) -> None:
         """End them. Idempotent."""
 
 
 class Request(NamedTuple):
-    """A kernel, as triton's compiler takes it. launcher: of a driver, to be built, too; None for the kernel alone."""
+    """A kernel, as triton's compiler takes it. launcher: the driver's class, if the launcher is to be built too."""
 
     kernel: JITFunction
     signature: Any
@@ -77,8 +77,9 @@ class Request(NamedTuple):
     launcher: type | None = None
 
     def packed(self) -> bytes | None:
-        """For another process that can import what this one has; None where it cannot go there. With what the kernel's
-        place on disk is named by: as triton hashes constants, that depends on which kernels were hashed before."""
+        """Serialised for another process that can import the same modules; None if that is not possible. Includes the
+        kernel's cache key, which names its files on disk: because of how triton hashes constants, the key depends on
+        which kernels were hashed before."""
         kernel, target = self.kernel, self.target
         classes = [each and (each.__module__, each.__qualname__) for each in (kernel.ASTSource, self.launcher)]
         dtypes = {path: str(value) for path, value in self.constexprs.items() if isinstance(value, tl.dtype)}
@@ -97,7 +98,7 @@ class Request(NamedTuple):
         )
         try:
             ast.literal_eval(text)
-        except (ValueError, SyntaxError):  # an argument that is more than numbers and words
+        except (ValueError, SyntaxError):  # an argument that is not a plain literal
             return None
         return text.encode()
 
@@ -110,21 +111,21 @@ def _found(module: str, name: str) -> Any:
 
 
 def wake_helper() -> None:
-    """Do what takes a helper long before its first request, in the process of which helpers are forked: triton reads
-    and hashes its own files, of hundreds of megabytes."""
-    with suppress(ImportError):  # of another triton
+    """Do the slow part of a helper's first request in the process from which helpers are forked: triton reads and
+    hashes its own files, hundreds of megabytes."""
+    with suppress(ImportError):  # another release of triton
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
 def help_compiling(request: bytes) -> None:
-    """Leave on disk what a helper is asked for. Raises what the compiler does."""
+    """Compile what is requested and leave it on disk. Raises what the compiler raises."""
     name, cache_key, signature, constexprs, attrs, options, target, source, launcher = ast.literal_eval(
         request.decode()
     )
     kernel = _found(*name)
-    while not isinstance(kernel, JITFunction):  # what chooses a kernel's settings has it so
+    while not isinstance(kernel, JITFunction):  # unwrap objects that choose a kernel's settings
         kernel = kernel.fn
     kernel.hash = cache_key
     plain, dtypes = constexprs
@@ -137,7 +138,8 @@ def help_compiling(request: bytes) -> None:
 
 
 class _Task(NamedTuple):
-    """A kernel to be compiled. asked: whether a helper has compiled it; launcher: to be built, too."""
+    """A kernel to be compiled. asked: whether a helper has compiled it; None: none was asked. launcher: to be built
+    too, if not None."""
 
     future: Future[Any]
     compile: Callable[[], Any]
@@ -146,8 +148,8 @@ class _Task(NamedTuple):
 
 
 class _Tasks(Executor):
-    """What compiles kernels, at `run`: each also builds what launches its kernel, where no other's is the same. Helpers
-    begin as tasks are submitted."""
+    """An executor that compiles kernels when `run` is called. A task also builds its kernel's launcher, unless another
+    task builds the same one. Helpers start as soon as tasks are submitted."""
 
     def __init__(self, helpers: Helpers | None, num_threads: int) -> None:
         self._helpers = helpers
@@ -158,11 +160,11 @@ class _Tasks(Executor):
         self._lock = Lock()
         self._is_dropped = False
         self.request: Request | None = None
-        """What is submitted next."""
+        """The request that belongs to the next `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         assert self.request is not None
-        # A tensor's description is part of what is launched, and is known of a compiled kernel only.
+        # Tensor descriptors are part of the launcher and known only once the kernel is compiled.
         kind = str([*self.request.signature.values()])
         is_new = kind not in self._kinds or "tensordesc" in kind
         self._kinds.add(kind)
@@ -176,7 +178,7 @@ class _Tasks(Executor):
         return task.future
 
     def run(self, on_progress: OnProgress, meanwhile: Callable[[], None]) -> None:
-        """All of them."""
+        """Run all tasks, and `meanwhile` beside them."""
         on_progress(0, len(self._tasks))
         for task in self._tasks:
             self._pool.submit(self._run, task)
@@ -185,7 +187,7 @@ class _Tasks(Executor):
             on_progress(done, len(self._tasks))
 
     def end(self) -> None:
-        """Let nobody wait for those that have not run."""
+        """Fail the tasks that have not run, so that nobody waits for them."""
         with self._lock:
             self._is_dropped = True
             for task in self._tasks:
@@ -200,9 +202,9 @@ class _Tasks(Executor):
             is_helped = task.asked is not None and task.asked.result()
             if self._is_dropped:
                 return
-            kernel = task.compile()  # only read, where a helper has compiled it
+            kernel = task.compile()  # only reads the result if a helper has compiled it
             if task.launcher is not None and not is_helped:
-                with suppress(Exception):  # the first launch says what is wrong
+                with suppress(Exception):  # the first launch will report what is wrong
                     task.launcher(kernel.src, kernel.metadata)
         except Exception as raised:
             error = raised
@@ -219,7 +221,7 @@ _compiling = False
 
 
 def is_compiling() -> bool:
-    """Whether kernels that are launched now are compiled only."""
+    """Whether kernels that are launched now are only compiled."""
     return _compiling
 
 
@@ -231,14 +233,14 @@ def compiling(
     num_threads: int | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Kernels that are launched inside do not run: what is not compiled yet is, by helpers or threads, before the end,
-    and so is what launches them. meanwhile: done here while they are at it.
+    """Kernels that are launched inside do not run. Those that are not compiled yet are compiled by helpers or threads
+    before the context ends, and their launchers are built. meanwhile: called in this thread while they compile.
 
-    Everything else runs as ever; what it computes from the kernels' outputs is worth nothing. A kernel that does not
-    compile raises what the compiler does at its first launch. One at a time, in one thread.
+    Everything else runs as usual; what it computes from the kernels' outputs is meaningless. A kernel that does not
+    compile raises the compiler's error at its first real launch. One context at a time, in one thread.
     """
-    # Threads wait for the last launch: beside them each operation of torch waits for Python's lock, and the launches,
-    # a second of work, end when the last kernel is compiled. Helpers need that lock for a moment only.
+    # Threads start after the last launch: beside them, each torch operation would wait for Python's lock, and the
+    # launches, a second of work, would only end when the last kernel is compiled. Helpers need that lock only briefly.
     num_helpers = helpers.size if helpers is not None else 0
     tasks = _Tasks(
         helpers if num_helpers else None, num_threads or num_helpers or min(MAX_THREADS, os.cpu_count() or 1)
@@ -256,7 +258,7 @@ def compiling(
 
 @contextmanager
 def _only_compiling(tasks: _Tasks) -> Iterator[list[tuple[dict[str, Any], str]]]:
-    """The list is of the kernels that were asked for: a table, and the key there."""
+    """Yields a list of the requested kernels: (table, key in it)."""
     global _compiling
     asked: list[tuple[dict[str, Any], str]] = []
     launch, compile_one = JITFunction.run, JITFunction._do_compile
@@ -268,7 +270,7 @@ def _only_compiling(tasks: _Tasks) -> Iterator[list[tuple[dict[str, Any], str]]]
         kernels, _, target, *_ = kernel.device_caches[device]
         constexprs, options, attrs, _ = rest
         tasks.request = Request(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
-        kernels[key] = compile_one(kernel, key, signature, device, *rest)  # the same launch again finds it there
+        kernels[key] = compile_one(kernel, key, signature, device, *rest)  # found there by the same launch later
         asked.append((kernels, key))
         return kernels[key]
 

@@ -1,16 +1,16 @@
-"""What goes between the host and a step: changes, which a small kernel writes into the rows' state, and results, which
-another writes into the host's memory.
+"""Exchange between the host and a step: changes, which a small kernel writes to the rows' state, and results, which
+another kernel writes to host memory.
 
-All state of the rows lies in one buffer of 32-bit words (model/gpu/state.py), so a change is an index and a value,
+All state of the rows is in one buffer of 32-bit words (model/gpu/state.py), so a change is an index and a value,
 whatever it means: a new block, a new temperature, another row in the batch.
 
     upload_U   | count | first | - | - | payload ... | index x count | value x count |
                                                      first
 
-The kernel sets the count to zero, so that a step to which nothing was sent (a replayed graph) changes nothing.
+The kernel resets the count to zero, so that a step to which nothing was sent (a replayed graph) changes nothing.
 
-Results are a few hundred bytes. A copy of them waits for the device's copy engine and the next step for the copy, which
-takes twice as long as a kernel that writes them over the link.
+Results are a few hundred bytes. A copy of them would wait for the device's copy engine, and the next step for the copy:
+twice the time of a kernel that writes them over the link.
 
 Legend: U words of the upload · W words of the state · Y bytes of results.
 """
@@ -44,15 +44,16 @@ def _apply_changes_kernel(upload_U, words_W, LANES: tl.constexpr):
         at = tl.load(index + i, mask=has, other=0)
         value = tl.load(index + count + i, mask=has, other=0)
         tl.store(words_W + at, value, mask=has)
-    # Every thread has read the count before it goes.
+    # Every thread must have read the count before it is reset.
     tl.debug_barrier()
     tl.store(upload_U, 0)
 
 
 def apply_changes(upload_U: torch.Tensor, words_W: torch.Tensor) -> None:
-    """words_W[index] = value for every change of the upload, whose count becomes zero. Both int32 and contiguous.
+    """words_W[index] = value for every change of the upload, whose count is reset to zero. Both int32 and contiguous.
 
-    Of changes to one word, any one may win: send equal values. Raises ValueError where a tensor does not fit.
+    If several changes are to one word, any of them may win: send equal values. Raises ValueError if a tensor does not
+    fit.
     """
     check_tensor("upload_U", upload_U, shape=(None,), dtype=torch.int32)
     check_tensor("words_W", words_W, shape=(None,), dtype=torch.int32)
@@ -67,10 +68,10 @@ def _send_result_kernel(result_Y, host_Y, count, LANES: tl.constexpr):
 
 
 def send_result(result_Y: torch.Tensor, host_Y: torch.Tensor) -> None:
-    """host_Y, on the host and pinned where results are on a device, becomes result_Y. Both uint8. It is there when the
-    launch has ended, for whom waits for that.
+    """Copy result_Y to host_Y, which is in host memory, pinned if results are on a device. Both uint8. The copy is done
+    when the launch has ended, for callers that wait for that.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     check_tensor("result_Y", result_Y, shape=(None,), dtype=torch.uint8)
     check_tensor("host_Y", host_Y, shape=tuple(result_Y.shape), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Three small kernels on rows: the embedding of each row's last token, RMSNorm with its weight, and its scale alone.
+"""Three small kernels on rows: the embedding of tokens, RMSNorm with its weight, and RMSNorm's scale alone.
 
 Legend: B sequences of the batch · R rows of the state · T tokens · V rows of the embedding · D model dim.
 """
@@ -43,8 +43,8 @@ def embed(
 ) -> None:
     """x_TD[t] = embed_VD[ids_T[t]], or of the row's last token where the id is negative. ids, rows, tokens: int32.
 
-    first: the id of embed_VD's first row, where it has some of the rows only; other ids give zeros. None: it has all,
-    and ids must be rows of it. Raises ValueError where a tensor does not fit.
+    first: the id of embed_VD's first row if it has only some of the rows; other ids give zeros. None: it has all rows,
+    and ids must be rows of it. Raises ValueError if a tensor does not fit.
     """
     T, D = x_TD.shape
     check_tensor("ids_T", ids_T, shape=(T,), dtype=torch.int32)
@@ -90,7 +90,7 @@ def rms_norm(
 ) -> None:
     """out_SD[s] = RMSNorm of x_TD[index_S[s]] (arXiv:1910.07467), computed in float32. index_S: int32.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     S, D = out_SD.shape
     check_tensor("x_TD", x_TD, shape=(None, D), dtype=out_SD.dtype)
@@ -122,9 +122,9 @@ def _rms_scale_kernel(
 
 
 def rms_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float, *, overlap: Overlap = Overlap.NONE) -> None:
-    """scale_T = 1 / rms(x_TD), float32: RMSNorm's scale, for weights that have the norm's own folded in.
+    """scale_T = 1 / rms(x_TD), float32: RMSNorm's scale, for matrices that have the norm's weight folded in.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     T, D = x_TD.shape
     check_tensor("x_TD", x_TD, shape=(T, D), dtype=x_TD.dtype)

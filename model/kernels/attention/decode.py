@@ -310,7 +310,7 @@ def decode_attention(
 
     qkv_BC: x_BD @ W^T with the norm's weight in W, without scale and bias. bias_C, qk_norm_2H: None where the family
     has none; the norm's weights are those of queries, then of keys. args.work is planned for these rows. All of
-    one dtype (float32, float16, bfloat16), but for pools of e4m3. Raises ValueError where a tensor does not fit.
+    one dtype (float32, float16, bfloat16), but for pools of e4m3. Raises ValueError if a tensor does not fit.
     """
     (B,) = args.rows_B.shape
     N, K, H = args.num_heads, args.num_kv_heads, args.head_dim

@@ -180,7 +180,7 @@ def _width(batch_size: int) -> int:
 def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) -> None:
     """Fill the list for the rows of this step (int32): a sequence has position_R[row] tokens in the cache.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     (batch_size,) = rows_B.shape
     check_tensor("rows_B", rows_B, shape=(batch_size,), dtype=torch.int32)

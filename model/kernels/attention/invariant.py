@@ -40,7 +40,7 @@ LOG2_E = 1.4426950408889634
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
-    """Tokens of a prompt that one program takes. Raises ValueError where a group of heads does not fit."""
+    """Tokens of a prompt that one program takes. Raises ValueError if a group of heads does not fit."""
     group = num_heads // num_kv_heads
     if num_heads % num_kv_heads or group > ROWS:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} KV heads: need whole groups of at most {ROWS}")
@@ -197,7 +197,7 @@ def invariant_attention(
 
     q, pools, out of one dtype (float32, float16, bfloat16); the keys and values of all listed tokens are in the pools
     already. num_decodes: the step's first tokens, as the list was planned. The reference is
-    model.kernels.attention.prefill.prefill_attention_reference. Raises ValueError where a tensor does not fit.
+    model.kernels.attention.prefill.prefill_attention_reference. Raises ValueError if a tensor does not fit.
     """
     T, N, H = q_TNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_TNH.dtype

@@ -90,7 +90,7 @@ def attend_decodes(
     qk_norm_2H: torch.Tensor | None = None,
 ) -> None:
     """`decode.decode_attention` with contexts cut at absolute positions: args.work has `FixedChunks` of CHUNK_TOKENS.
-    All of one 16-bit dtype. Raises ValueError where a tensor does not fit."""
+    All of one 16-bit dtype. Raises ValueError if a tensor does not fit."""
     (B,), N, K, H = args.rows_B.shape, args.num_heads, args.num_kv_heads, args.head_dim
     dtype, S, D = qkv_BC.dtype, k_pool_PKSH.shape[2], x_BD.shape[1]
     check_tensor("qkv_BC", qkv_BC, shape=(B, (N + 2 * K) * H), dtype=dtype)
@@ -158,7 +158,7 @@ def write_heads(
 ) -> None:
     """`rope_write.rope_write` with the bits that decodes have. All of one 16-bit dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     T, N, H = q_TNH.shape
     K, S, dtype, D = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_TNH.dtype, x_TD.shape[1]

@@ -134,7 +134,7 @@ def plan_invariant_work(
     rows_B: torch.Tensor, position_R: torch.Tensor, tiles_W4: torch.Tensor, work: InvariantWork
 ) -> None:
     """Fill the list for the decodes of rows_B, which are the step's first tokens, at position_R[row], and for tiles
-    (model/kernels/attention/prefill.py). All int32. Raises ValueError where a tensor does not fit."""
+    (model/kernels/attention/prefill.py). All int32. Raises ValueError if a tensor does not fit."""
     (B,), W = rows_B.shape, len(tiles_W4)
     check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)
     check_tensor("position_R", position_R, shape=(None,), dtype=torch.int32)

@@ -168,7 +168,7 @@ def prefill_attention(
 ) -> None:
     """Put the attention of every token that a tile covers into out_TNH; other rows stay as they are.
 
-    q, pools, out of one dtype, or pools of e4m3; table_RM and tiles_W4 int32 (`list_tiles`). Raises ValueError where a
+    q, pools, out of one dtype, or pools of e4m3; table_RM and tiles_W4 int32 (`list_tiles`). Raises ValueError if a
     tensor does not fit.
     """
     T, N, H = q_TNH.shape

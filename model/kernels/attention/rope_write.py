@@ -139,7 +139,7 @@ def rope_write(
 
     bias_C, qk_norm_2H: None where the family has none; the norm's weights are those of queries, then of keys. row_T,
     position_T, table_RM: int32; tokens of a negative row are padding and write no cache. cos_LH, sin_LH: float32
-    [L, H / 2]. The others of one dtype, or pools of e4m3. Raises ValueError where a tensor does not fit.
+    [L, H / 2]. The others of one dtype, or pools of e4m3. Raises ValueError if a tensor does not fit.
     """
     T, N, H = q_TNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_TNH.dtype

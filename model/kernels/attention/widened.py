@@ -181,7 +181,7 @@ def _widen_kernel(k_pool, v_pool, k_wide, v_wide, source_X, count_1, SIZE: tl.co
 def plan_wide(tiles_W4: torch.Tensor, table_RM: torch.Tensor, wide: WideContext) -> None:
     """Give the chunks' contexts their blocks, for all layers of a step. tiles_W4, table_RM: int32 (`list_tiles`).
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     W, X = len(tiles_W4), len(wide.source_X)
     check_tensor("tiles_W4", tiles_W4, shape=(W, 4), dtype=torch.int32)
@@ -202,7 +202,7 @@ def plan_wide(tiles_W4: torch.Tensor, table_RM: torch.Tensor, wide: WideContext)
 
 
 def widen(k_pool_PKSH: torch.Tensor, v_pool_PKSH: torch.Tensor, wide: WideContext) -> None:
-    """Convert a layer's keys and values of the planned contexts. Raises ValueError where a tensor does not fit."""
+    """Convert a layer's keys and values of the planned contexts. Raises ValueError if a tensor does not fit."""
     shape = (None, *wide.k_XKSH.shape[1:])
     check_tensor("k_pool_PKSH", k_pool_PKSH, shape=shape, dtype=k_pool_PKSH.dtype)
     check_tensor("v_pool_PKSH", v_pool_PKSH, shape=shape, dtype=k_pool_PKSH.dtype)

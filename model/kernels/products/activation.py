@@ -35,7 +35,7 @@ def _invariant_silu_mul_kernel(
 
 
 def invariant_silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float) -> None:
-    """As model.kernels.products.activation.silu_mul, whose reference is this one's. Raises ValueError where a tensor
+    """As model.kernels.products.activation.silu_mul, whose reference is this one's. Raises ValueError if a tensor
     does not fit."""
     T, I = out_TI.shape
     check_tensor("gate_up_T2I", gate_up_T2I, shape=(T, 2 * I), dtype=out_TI.dtype)
@@ -86,7 +86,7 @@ def _silu_mul_kernel(
 def silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float) -> None:
     """Put silu(scale * gate) * (scale * up) into out_TI; scale = 1 / rms(x_TD). All of one dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     T, I = out_TI.shape
     check_tensor("gate_up_T2I", gate_up_T2I, shape=(T, 2 * I), dtype=out_TI.dtype)

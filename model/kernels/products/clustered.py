@@ -177,7 +177,7 @@ def clustered_product(
     """out_TO = y_TK @ weight_OK^T, summed in float32 and rounded once. All of one 16-bit dtype; O a multiple of 8, K of
     64.
 
-    Raises ValueError where a tensor or the device does not fit.
+    Raises ValueError if a tensor or the device does not fit.
     """
     _launch(y_TK, weight_OK, out_TO, None, cut, overlap, Then.PUT)
 

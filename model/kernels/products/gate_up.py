@@ -121,7 +121,7 @@ def gate_up_product(
     """act_TI = silu(gate) * up of scale_T * x_TD; gate_up_ED [2I, D]: gate's rows, then up's. scale_T: float32, the
     rest of one dtype, at most 16 bits wide on a device. The sums are in float32, and rounded once.
 
-    Raises ValueError where a tensor does not fit, or the tiles do not divide the matrix.
+    Raises ValueError if a tensor does not fit, or the tiles do not divide the matrix.
     """
     (T, D), I, dtype = x_TD.shape, act_TI.shape[1], x_TD.dtype
     check_tensor("x_TD", x_TD, shape=(T, D), dtype=dtype)

@@ -165,7 +165,7 @@ def invariant_product(
 ) -> None:
     """out_TO = x_TK @ weight_OK^T, summed in float32 and rounded once. All of one dtype (float32, float16, bfloat16).
 
-    part: float32, `part_elements` of it at least. Raises ValueError where a tensor does not fit.
+    part: float32, `part_elements` of it at least. Raises ValueError if a tensor does not fit.
     """
     _launch(x_TK, weight_OK, out_TO, part, tiles, adds=0)
 

@@ -148,7 +148,7 @@ def overlapping_product(
 ) -> None:
     """out_TO = y_TK @ weight_OK^T, summed in float32 and rounded once. All of one 16-bit dtype.
 
-    Raises ValueError where a tensor, the room or the device does not fit.
+    Raises ValueError if a tensor, the room or the device does not fit.
     """
     _launch(y_TK, weight_OK, out_TO, room, cut, overlap, then=PUT)
 
@@ -180,7 +180,7 @@ def overlapping_gate_up(
     count. All of one 16-bit dtype.
 
     scale_T: float32 room for the norm's scale, which is computed before then, with the same bits: beside large tiles
-    there is no register left for it. Raises ValueError where a tensor or the device does not fit.
+    there is no register left for it. Raises ValueError if a tensor or the device does not fit.
     """
     cut = replace(cut, splits=1)
     if scale_T is None:
@@ -193,7 +193,7 @@ def overlapping_gate_up(
 def overlapping_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float) -> None:
     """scale_T = 1 / rms(x_TD), float32, with the bits that the products compute on the way. Whole blocks of inputs.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     from octavo.model.kernels.products.overlapping_kernel import scale_kernel
 

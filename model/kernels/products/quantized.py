@@ -320,7 +320,7 @@ def quant_product(
 ) -> None:
     """out_TO = x_TI @ weight^T without bias, summed in float32 and rounded once. x and out of one float dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     _launch(x_TI, weight, out_TO, scratch, tiles, adds=0)
 

@@ -125,7 +125,7 @@ def _rounded_product_kernel(
 def rounded_product(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor, room: SplitKRoom) -> None:
     """out_TO = tokens @ weight^T without bias, summed in float32 and rounded once, of at most MOST_TOKENS.
 
-    Raises ValueError where a tensor or the room does not fit.
+    Raises ValueError if a tensor or the room does not fit.
     """
     _launch(tokens, weight, out_TO, room, adds=0)
 
@@ -192,7 +192,7 @@ def _silu_round_kernel(
 def silu_round(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out: RoundedTokens, eps: float) -> None:
     """`silu_mul` (activation.py) and `round_rows` (unpack.py) at once, the same to the bit. gate_up and x of one dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     T, I = out.code_TI.shape
     check_tensor("gate_up_T2I", gate_up_T2I, shape=(T, 2 * I), dtype=x_TD.dtype)

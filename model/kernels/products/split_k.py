@@ -147,7 +147,7 @@ def split_k_product(
 ) -> None:
     """out_TO = y_TK @ weight_OK^T, summed in float32 and rounded once. All of one dtype.
 
-    Raises ValueError where a tensor or the room does not fit.
+    Raises ValueError if a tensor or the room does not fit.
     """
     _launch(y_TK, weight_OK, out_TO, room, cut, adds=0)
 
@@ -157,7 +157,7 @@ def split_k_add_product(
 ) -> None:
     """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once. All of one dtype.
 
-    Raises ValueError where a tensor or the room does not fit.
+    Raises ValueError if a tensor or the room does not fit.
     """
     _launch(y_TK, weight_OK, x_TO, room, cut, adds=1)
 
@@ -203,7 +203,7 @@ def dot_gate_up(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tens
     """act_TI = silu(gate) * up of RMSNorm(x_TD), its weight folded into gate_up_ED [2I, D]. All of one dtype; the cut's
     splits do not count.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     (T, D), I, dtype = x_TD.shape, act_TI.shape[1], x_TD.dtype
     check_tensor("x_TD", x_TD, shape=(T, D), dtype=dtype)

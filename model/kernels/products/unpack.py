@@ -43,7 +43,7 @@ def _unpack_kernel(
 
 
 def unpack_weight(weight: GroupedWeight, out_OI: torch.Tensor) -> None:
-    """`GroupedWeight.dequantized` into out_OI, of any float dtype. Raises ValueError where it does not fit."""
+    """`GroupedWeight.dequantized` into out_OI, of any float dtype. Raises ValueError if it does not fit."""
     O, I, codes = weight.num_outputs, weight.num_inputs, weight.codes_OW
     check_tensor("out_OI", out_OI, shape=(O, I), dtype=out_OI.dtype)
     order, factor = weight.order_I, weight.input_scale_I
@@ -70,7 +70,7 @@ def _round_rows_kernel(x_TI, code_TI, scale_T, I: tl.constexpr, WIDTH: tl.conste
 def round_rows(x_TI: torch.Tensor, code_TI: torch.Tensor, scale_T: torch.Tensor) -> None:
     """`quantize_rows` (model/quantization/rounding.py) into code_TI, e4m3, and scale_T, float32.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     T, I = x_TI.shape
     check_tensor("x_TI", x_TI, shape=(T, I), dtype=x_TI.dtype)

@@ -1,8 +1,8 @@
-"""-inf for the last token of every bad word whose other tokens the output has just said.
+"""-inf for the last token of every bad word whose other tokens are the end of the output so far.
 
-A row has up to MAX_WORDS words of two to MAX_LENGTH + 1 tokens (those of one token are a mask,
-model/kernels/sampling/mask.py). A word's beginning is kept backwards, the token before its last one first, and compared
-with a ring of the row's newest tokens, which `filter_and_choose` writes.
+A row has up to MAX_WORDS words of two to MAX_LENGTH + 1 tokens (words of one token are a mask,
+model/kernels/sampling/mask.py). A word's beginning is stored backwards, the token before its last one first, and
+compared with a ring of the row's newest tokens, which `filter_and_choose` writes.
 
     said_RH    token of position p at p modulo RING
 
@@ -38,7 +38,7 @@ def _ban_kernel(
     n = tl.arange(0, N)
     is_word = n < num_words
     length = tl.load(length_RN + row * N + n, mask=is_word, other=0)
-    # The row has moved on already: its position is the index of the token in question.
+    # The row has already advanced: its position is the index of the token in question.
     position = tl.load(position_R + row)
     num_said = position - tl.load(num_prompt_R + row)
     is_hit = is_word & (length <= num_said)
@@ -63,11 +63,11 @@ def ban(
     said_RH: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Forbid what would complete one of a row's num_words_R words.
+    """Forbid tokens that would complete one of a row's num_words_R words.
 
-    last_RN: each word's last token; length_RN: how many come before it; begin_RLN: those, the nearest first. Only
-    tokens of the output count. All int32 but the logits. Behind `sample_and_advance`: position_R is that of the token
-    in question. Raises ValueError where a tensor does not fit.
+    last_RN: each word's last token; length_RN: number of tokens before it; begin_RLN: those tokens, the nearest first.
+    Only tokens of the output count. All int32 except the logits. Runs after `sample_and_advance`: position_R is that of
+    the token in question. Raises ValueError if a tensor does not fit.
     """
     (B,), (R,) = rows_B.shape, position_R.shape
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)

@@ -3,8 +3,8 @@
     columns   |--- ids 0 .. vocab_size ---|- nothing -|--- ids with a bias ---|
               0                           num_padded              num_padded + num_biases
 
-A biased id stands in the tail with its sum in float32; in its place among the logits is -inf
-(model/kernels/sampling/columns.py). Penalties are computed whenever a column is read.
+A biased id is in the tail, with its sum in float32; its place among the logits has -inf (`move_biased`). Penalties are
+computed whenever a column is read.
 """
 
 import torch
@@ -21,7 +21,7 @@ MAX_COUNT = IN_PROMPT - 1
 
 
 def num_parts(vocab_size: int) -> int:
-    """Parts of PART columns that the vocabulary takes; the tail takes one more."""
+    """Number of parts of PART columns for the vocabulary; the tail takes one more."""
     return -(-vocab_size // PART)
 
 
@@ -58,7 +58,7 @@ def _penalised(x, counts, token, is_token, repetition, presence, frequency):
 
 @triton.jit
 def load_columns(columns, column):
-    """Token of each column, its logit (float32; NaN becomes -inf), and whether the column holds one at all."""
+    """Token of each column, its logit (float32; NaN becomes -inf), and whether the column has one at all."""
     logits, counts, bias_id, biased, num_biases, vocab_size, num_padded, repetition, presence, frequency = columns
     place = column - num_padded
     is_tail = (place >= 0) & (place < num_biases)
@@ -73,7 +73,7 @@ def load_columns(columns, column):
 
 @triton.jit
 def load_part(columns, start, PART: tl.constexpr):
-    """The same for PART columns from `start` on, all among the logits or all in the tail."""
+    """`load_columns` for PART columns from `start` on, all of them among the logits or all in the tail."""
     logits, counts, bias_id, biased, num_biases, vocab_size, num_padded, repetition, presence, frequency = columns
     token = start + tl.arange(0, PART)
     is_token = token < vocab_size
@@ -87,11 +87,10 @@ def load_part(columns, start, PART: tl.constexpr):
     return token, _penalised(x, counts, token, is_token, repetition, presence, frequency), is_token
 
 
-# Sums of logits and biases, beside the logits: 16-bit logits would round them.
+# Sums of logits and biases, kept outside of the logits: 16-bit logits would round them.
 #
-# A row has up to MAX_BIASES ids with a bias. Their logits move to a float32 tail of the row
-# (model/kernels/sampling/columns.py) and become -inf where they were. Runs behind the masks, so that a forbidden id
-# stays at -inf.
+# A row has up to MAX_BIASES ids with a bias. Their logits move to the row's float32 tail and become -inf in their old
+# place. Runs after the masks, so that a forbidden id stays at -inf.
 #
 # Legend: B sequences of the batch · R rows of the state · V columns of the logits · A MAX_BIASES.
 
@@ -131,9 +130,9 @@ def move_biased(
     bias_RA: torch.Tensor,
     biased_BA: torch.Tensor,
 ) -> None:
-    """biased_BA[b, i] (float32) = logit of the row's i-th biased id, plus its bias; the logit becomes -inf.
+    """biased_BA[b, i] (float32) = logit of the row's i-th biased id, plus its bias; the logit is set to -inf.
 
-    num_biases_R, bias_id_RA, rows_B: int32; bias_RA: float32. A row's ids are distinct. Raises ValueError where a
+    num_biases_R, bias_id_RA, rows_B: int32; bias_RA: float32. A row's ids are distinct. Raises ValueError if a
     tensor does not fit.
     """
     (B,), (R,) = rows_B.shape, num_biases_R.shape

@@ -1,16 +1,17 @@
 """Biases, penalties, top-n-sigma, min-p, top-k, top-p and typical-p on the device, for the rows of a batch that have
 them.
 
-It runs behind the step's own sampler (model/kernels/sampling/sample.py), which has given every row a token already and
-moved it on; rows that need more get another token from the same logits, and nothing waits. The rules are
-model/sampling/filters.py's: each filter keeps a prefix of the logits in falling order (typical-p one around the mean),
-equal logits stay or fall together, and the draw among the survivors is Gumbel-max with the same noise as everywhere.
+It runs after the step's own sampler (model/kernels/sampling/sample.py), which has already given every row a token and
+advanced it; rows that need more get another token from the same logits, and nothing waits. The rules are those of
+model/sampling/filters.py: each filter keeps a prefix of the logits in descending order (typical-p: a range around the
+mean), equal logits are kept or dropped together, and the draw among the survivors is Gumbel-max with the same noise as
+everywhere.
 
-Nothing is sorted: the K largest logits lie in the K groups of 64 with the largest maxima. The first kernel gives every
-group's maximum, the second one takes the best 64 groups and finds the cut among their 4096 logits by bisection. For
-rows where it lies past those, a third one searches the whole row (model/kernels/sampling/whole_row.py).
+Nothing is sorted: the K largest logits are in the K groups of 64 with the largest maxima. The first kernel computes
+every group's maximum, the second takes the best 64 groups and finds the cut among their 4096 logits by bisection. For
+rows whose cut is beyond those, a third searches the whole row (model/kernels/sampling/whole_row.py).
 
-    method  0: keep the token · 1: filters, or a temperature next to zero · 2: a race (or argmax) of all tokens
+    method  0: keep the token · 1: filters, or a temperature near zero · 2: a race (or argmax) of all tokens
 
 Legend: B sequences of the batch · R rows of the state · V columns of the logits · W parts of a row · G groups · A room
 for biases · H ring of newest tokens.
@@ -41,18 +42,18 @@ from octavo.model.kernels.sampling.whole_row import FARTHEST, choose_in_row
 BEST_GROUPS = 64
 KEEP, FILTERS, RACE = 0, 1, 2
 EXHAUSTED = 2
-"""Bit of is_finite_B: masks left the row no token."""
+"""Bit of is_finite_B: masks left no token for the row."""
 _GREEDY_TEMPERATURE = tl.constexpr(1.0)
 _COLDEST = tl.constexpr(1e-37)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingColumns:
-    """How rows are sampled, and what they have said. [R] each; int32: method_R, top_k_R (0: off), num_biases_R.
+    """How rows are sampled, and their output so far. [R] each; int32: method_R, top_k_R (0: off), num_biases_R.
 
     float32: top_p_R, typical_p_R, repetition_R (1: off), top_n_sigma_R, presence_R, frequency_R (0: off), log_min_p_R
-    (-inf: off). count_RV: int16 [R, vocab_size], how often a token is in the output (at most MAX_COUNT), and IN_PROMPT
-    where it is in the prompt; read where one of the penalties is on. bias_id_RA: int32, as in
+    (-inf: off). count_RV: int16 [R, vocab_size], how often a token is in the output (at most MAX_COUNT), plus IN_PROMPT
+    if it is in the prompt; read if one of the penalties is on. bias_id_RA: int32, as in
     model/kernels/sampling/columns.py. said_RH: int32, as in model/kernels/sampling/bad_words.py.
     """
 
@@ -72,7 +73,7 @@ class SamplingColumns:
 
 
 class FilterParts:
-    """What the kernels leave for each other, for up to max_batch rows. biased_BA: filled by
+    """Intermediate results of the kernels, for up to max_batch rows. biased_BA: filled by `move_biased` in
     model/kernels/sampling/columns.py."""
 
     def __init__(self, max_batch: int, vocab_size: int, device: torch.device | str) -> None:
@@ -82,7 +83,7 @@ class FilterParts:
         self.best_BG = torch.empty(max_batch, BEST_GROUPS, dtype=torch.int32, device=device)
         self.mass_BW = torch.empty(max_batch, parts, dtype=torch.float32, device=device)
         self.most_BW = torch.empty(max_batch, parts, dtype=torch.float32, device=device)
-        # Of each part, for top-n-sigma: how many logits are finite, their mean, their squared distances from it.
+        # For each part, for top-n-sigma: number of finite logits, their mean, sum of squared distances from it.
         self.moments_B3W = torch.empty(max_batch, 3, parts, dtype=torch.float32, device=device)
         self.undecided_B = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.biased_BA = torch.empty(max_batch, MAX_BIASES, dtype=torch.float32, device=device)
@@ -90,7 +91,7 @@ class FilterParts:
 
 @triton.jit
 def _draw_key(seed_R, position_R, num_prompt_R, row):
-    # The row has moved on already: its position is the index of the token in question.
+    # The row has already advanced: its position is the index of the token in question.
     return draw_key(tl.load(seed_R + row), tl.load(position_R + row) - tl.load(num_prompt_R + row))
 
 
@@ -147,8 +148,9 @@ def _mass_of_parts(most, mass, top, scale):
 
 @triton.jit
 def _floor(b, row, scale, num_parts, log_min_p_R, top_n_sigma_R, moments_B3W, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The least v that min-p and top-n-sigma leave, at least -FARTHEST. The deviation of all parts from those of each:
-    Chan et al., "Updating formulae and a pairwise algorithm for computing sample variances" (1979)."""
+    """The least v that min-p and top-n-sigma keep, at least -FARTHEST. The standard deviation of the row is computed
+    from the parts' moments: Chan et al., "Updating formulae and a pairwise algorithm for computing sample variances"
+    (1979)."""
     floor = tl.maximum(tl.load(log_min_p_R + row), -FARTHEST)
     n = tl.load(top_n_sigma_R + row)
     if n > 0.0:
@@ -167,7 +169,7 @@ def _floor(b, row, scale, num_parts, log_min_p_R, top_n_sigma_R, moments_B3W, PA
 
 @triton.jit
 def _least_of_mass(v, mass, goal):
-    # The magnitude of the cut (v <= 0), as bits: the smallest that leaves enough mass above it.
+    # Bisects the magnitude of the cut (v <= 0), as bits: the smallest that leaves enough mass above the cut.
     near = tl.full([], 0, tl.int64)
     far = tl.full([], 0x7F800000, tl.int64)
     for _ in range(32):
@@ -181,7 +183,8 @@ def _least_of_mass(v, mass, goal):
 
 @triton.jit
 def _cut_candidates(v, beyond, row_mass, floor, top_k, top_p):
-    """The cut among candidates, and whether nothing beyond them can be above it, nor part of a mass it came from."""
+    """The cut among candidates, and whether it is exact: no column beyond them can be above it or be part of the mass
+    from which it was computed."""
     least = floor
     if top_k > 0:
         least = tl.maximum(least, float_of(kth_largest(ordered(v), top_k)))
@@ -191,7 +194,7 @@ def _cut_candidates(v, beyond, row_mass, floor, top_k, top_p):
         mass = tl.where(v >= least, tl.exp(v), 0.0)
         cut = tl.maximum(least, _least_of_mass(v, mass, top_p * tl.where(is_whole, row_mass, tl.sum(mass, 0))))
     is_mass_right = is_whole | (beyond < least) | (top_p >= 1.0)
-    # As many as top_k of them there are, so that `least` is a number, or none is missing.
+    # There are at least top_k candidates, so that `least` is a number, or no column is missing among them.
     is_right = (beyond < cut) & is_mass_right
     return cut, is_right
 
@@ -261,7 +264,7 @@ def _choose_kernel(
             x = x / temperature - log_exponential(token, key_low, key_high, FAST)
         score = tl.where(is_token, x, float("-inf"))
     else:
-        # Everything from here on in units of the draw: v = (x - maximum) / temperature.
+        # From here on everything is in units of the draw: v = (x - maximum) / temperature.
         v = tl.where(is_token, (x - top) / scale, float("-inf"))
         part = tl.arange(0, PART_WIDTH)
         part_most = tl.load(most_BW + b * PARTS + part, mask=part < num_parts, other=float("-inf"))
@@ -328,12 +331,12 @@ def filter_and_choose(
     sampling: SamplingColumns,
     parts: FilterParts,
 ) -> None:
-    """Give each of rows_B that has a method of its own another token, in token_B and last_token_R; count it, and note
+    """Give each of rows_B that has a method of its own another token, in token_B and last_token_R; count it, and record
     it in said_RH.
 
-    Behind `sample_and_advance` with the same arguments: position_R is that of the token. is_finite_B gets the bit
-    EXHAUSTED where no token is left. Rows are distinct, except those that keep theirs. Dtypes as there. Raises
-    ValueError where a tensor does not fit.
+    Runs after `sample_and_advance` with the same arguments: position_R is that of the token. is_finite_B gets the bit
+    EXHAUSTED if no token is left. Rows are distinct, except those that keep their token. Dtypes as there. Raises
+    ValueError if a tensor does not fit.
     """
     (B,), (R,), vocab_size = rows_B.shape, position_R.shape, sampling.count_RV.shape[1]
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)

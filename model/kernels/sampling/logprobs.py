@@ -1,8 +1,8 @@
 """Log-probabilities of the chosen token and of the most likely ones, from the raw logits, on the device.
 
 Raw: before biases, penalties, masks and temperature. `find_largest` runs before those change the logits, and finds the
-largest few without a sort: they lie in the groups of 64 with the largest maxima. `take_chosen` runs when each row has
-its token; a chosen token's own logit is still in its place then, or its sum with a bias in the tail.
+few largest without sorting: they are in the groups of 64 with the largest maxima. `take_chosen` runs once each row has
+its token; the chosen token's own logit is then still in its place, or its sum with a bias is in the tail.
 
     answer of a row, words    | chosen (float32) | ids x MAX_TOP (int32) | log-probabilities x MAX_TOP (float32) |
 
@@ -74,7 +74,7 @@ def _top_kernel(
     part_mass = tl.load(mass_BW + b * PARTS + part, mask=part < PARTS, other=0.0)
     most = tl.max(part_most, 0)
     most = tl.where(most == float("-inf"), 0.0, most)
-    # A row of which nothing is finite still gets a number.
+    # A row without any finite logit still gets a number.
     log_mass = most + tl.log(tl.maximum(tl.sum(part_mass * tl.exp(part_most - most), 0), 1e-37))
     tl.store(log_mass_B + b, log_mass)
     if num_top > 0:
@@ -118,9 +118,9 @@ def _chosen_kernel(
 
 
 class LogprobParts:
-    """What the kernels leave for each other, and the answers, for up to max_batch rows.
+    """Intermediate results of the kernels, and the answers, for up to max_batch rows.
 
-    answer_BX: int32 [max_batch, ANSWER_WORDS]; rows that wanted fewer than MAX_TOP have stale words behind theirs.
+    answer_BX: int32 [max_batch, ANSWER_WORDS]; rows that asked for fewer than MAX_TOP have stale words after theirs.
     """
 
     def __init__(self, max_batch: int, vocab_size: int, device: torch.device | str) -> None:
@@ -135,10 +135,10 @@ class LogprobParts:
 
 
 def find_largest(logits_BV: torch.Tensor, rows_B: torch.Tensor, logprobs_R: torch.Tensor, parts: LogprobParts) -> None:
-    """The most likely tokens of the rows that want some.
+    """Find the most likely tokens of the rows that ask for some.
 
     logprobs_R: int32, 0 for no log-probabilities, n + 1 for the chosen token's and n more (0 to MAX_TOP). Raises
-    ValueError where a tensor does not fit.
+    ValueError if a tensor does not fit.
     """
     (B,) = rows_B.shape
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)
@@ -173,8 +173,8 @@ def take_chosen(
     biased_BA: torch.Tensor,
     parts: LogprobParts,
 ) -> None:
-    """Behind `find_largest` and the choice, with the same logits: the log-probability of token_B (int32). Biases as in
-    model/kernels/sampling/columns.py. Raises ValueError where a tensor does not fit."""
+    """After `find_largest` and the choice, with the same logits: the log-probability of token_B (int32). Biases as in
+    model/kernels/sampling/columns.py. Raises ValueError if a tensor does not fit."""
     (B,) = rows_B.shape
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)
     check_tensor("token_B", token_B, shape=(B,), dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""-inf in place of the logits that must not be chosen, by masks of one bit an id.
+"""-inf in place of the logits that must not be chosen, by masks of one bit per id.
 
     word w of a mask, int32    ids 32 w .. 32 w + 31, the lowest bit first; a bit that is set allows its id
 
-Two kinds: a row's own masks, which hold as long as it is in its place (allowed ids, bad words of one token; end tokens
-while the output is too short), and masks of one step, which come from the host with it (grammars).
+There are two kinds: a row's own masks, which apply as long as the request has the row (allowed ids, bad words of one
+token; stop tokens while the output is too short), and masks for one step, which come from the host with it (grammars).
 
 Legend: B sequences of the batch · R rows of the state · V columns of the logits · W words of a mask · N masked rows.
 """
@@ -17,11 +17,11 @@ from octavo.model.kernels.checks import check_tensor
 
 PART = 4096
 ALWAYS, WHILE_SHORT = 1, 2
-"""Bits of mask_R: which of a row's own masks there are."""
+"""Bits of mask_R: which masks of its own a row has."""
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask."""
+    """Number of words of a mask."""
     return -(-vocab_size // 32)
 
 
@@ -33,7 +33,7 @@ def packed_mask(is_allowed_V: np.ndarray) -> np.ndarray:
 
 
 def forbid_reference(logits_NV: torch.Tensor, mask_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The obvious reference for one mask a row."""
+    """The obvious reference for one mask per row."""
     bits = (mask_NW[:, :, None] >> torch.arange(32, device=mask_NW.device)) & 1
     is_allowed_NV = bits.flatten(1)[:, :vocab_size].bool()
     masked_NV = logits_NV.clone()
@@ -43,13 +43,13 @@ def forbid_reference(logits_NV: torch.Tensor, mask_NW: torch.Tensor, vocab_size:
 
 @triton.jit
 def _forbid_part(logits, bits, vocab_size, PART: tl.constexpr):
-    # Most parts of the masks that a row has for itself forbid nothing.
+    # Most parts of a row's own masks forbid nothing.
     if tl.max((bits != -1).to(tl.int32), 0) > 0:
         bit = tl.arange(0, 32)
         is_forbidden = tl.reshape(((bits[:, None] >> bit[None, :]) & 1) == 0, [PART])
         token = tl.program_id(1) * PART + tl.arange(0, PART)
         is_token = token < vocab_size
-        # Read and written whole: a store here and there makes the memory read what it did not get.
+        # Read and written as a whole: for scattered stores the memory would have to read the rest of each sector.
         x = tl.load(logits + token, mask=is_token, other=0.0).to(tl.float32)
         tl.store(logits + token, tl.where(is_forbidden, float("-inf"), x), mask=is_token)
 
@@ -62,7 +62,7 @@ def _forbid_kernel(
     b = tl.program_id(0)
     row = tl.load(rows_B + b)
     kinds = tl.load(mask_R + row)
-    # The row has moved on already: its position is the index of the token in question.
+    # The row has already advanced: its position is the index of the token in question.
     is_short = tl.load(position_R + row) - tl.load(num_prompt_R + row) < tl.load(min_tokens_R + row)
     has_always = (kinds & 1) != 0
     has_short = ((kinds & 2) != 0) & is_short
@@ -93,11 +93,11 @@ def forbid(
     short_RW: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Apply the rows' own masks: always_RW where mask_R has ALWAYS; short_RW where it has WHILE_SHORT and the output
-    has fewer than min_tokens_R tokens.
+    """Apply the rows' own masks: always_RW if mask_R has ALWAYS; short_RW if it has WHILE_SHORT and the output has
+    fewer than min_tokens_R tokens.
 
-    All int32 but the logits. Behind `sample_and_advance`: position_R is that of the token in question. Raises
-    ValueError where a tensor does not fit.
+    All int32 except the logits. Runs after `sample_and_advance`: position_R is that of the token in question. Raises
+    ValueError if a tensor does not fit.
     """
     (B,), (R,) = rows_B.shape, mask_R.shape
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)
@@ -121,7 +121,7 @@ def forbid(
 
 
 def forbid_step(logits_BV: torch.Tensor, column_N: torch.Tensor, mask_NW: torch.Tensor, vocab_size: int) -> None:
-    """Apply one step's masks: mask_NW[n] to logits_BV[column_N[n]]. column_N, mask_NW: int32. Raises ValueError where a
+    """Apply one step's masks: mask_NW[n] to logits_BV[column_N[n]]. column_N, mask_NW: int32. Raises ValueError if a
     tensor does not fit."""
     (N,) = column_N.shape
     check_tensor("logits_BV", logits_BV, shape=(None, None), dtype=logits_BV.dtype)

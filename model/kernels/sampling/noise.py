@@ -1,4 +1,5 @@
-"""Noise of a draw on the device: the bits of model/sampling/noise.py, a function of (seed, output index, token id).
+"""Noise of a draw on the device: the same bits as model/sampling/noise.py, a function of (seed, output index, token
+id).
 
 Must not know: logits, rows of a batch.
 """
@@ -18,7 +19,7 @@ def _mix64(z):
 
 @triton.jit
 def draw_key(seed, index):
-    """The two uint32 of a draw. seed: int64, the bits of a uint64. index: of the output's token."""
+    """The two uint32 of a draw's key. seed: int64, the bits of a uint64. index: of the token in the output."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     key = _mix64(seed.to(tl.uint64, bitcast=True) + golden) + index.to(tl.uint64) * golden
     key = _mix64(key)
@@ -36,7 +37,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _bits(token, key_low, key_high):
-    """The same bits as sampling_noise.hash_bits, of which the lower 31 count."""
+    """The same bits as hash_bits in model/sampling/noise.py; only the lower 31 are used."""
     h = token.to(tl.uint32) * 0x9E3779B9 + key_low
     h ^= h >> 16
     h *= 0x7FEB352D
@@ -48,8 +49,8 @@ def _bits(token, key_low, key_high):
 
 @triton.jit
 def log2_exponential(token, key_low, key_high, FAST: tl.constexpr):
-    """Logarithm to base 2 of one Exponential(1) variate a token."""
-    # u near 0 by a series, where 1 - u would lose it.
+    """Logarithm to base 2 of one Exponential(1) variate per token."""
+    # For u near 0 a series, since 1 - u would lose its bits.
     h = _bits(token, key_low, key_high)
     u = tl.minimum(((h & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
@@ -59,13 +60,13 @@ def log2_exponential(token, key_low, key_high, FAST: tl.constexpr):
 
 @triton.jit
 def log2_exponential_bound(token, key_low, key_high, FAST: tl.constexpr):
-    """At most 32 + log2_exponential of the same, and hardly less where that is small: -ln(1 - u) is u and little more.
-    A third of its instructions."""
+    """At most 32 + log2_exponential of the same arguments, and hardly less where that is small, since -ln(1 - u) is
+    little more than u. Takes a third of the instructions."""
     h = _bits(token, key_low, key_high)
     return _log2((h + h + 1).to(tl.float32), FAST)
 
 
 @triton.jit
 def log_exponential(token, key_low, key_high, FAST: tl.constexpr):
-    """The same, natural: ``argmax(logits - log_exponential)`` draws from their softmax. Between -23 and 3."""
+    """The natural logarithm: ``argmax(logits - log_exponential)`` draws from the logits' softmax. Between -23 and 3."""
     return log2_exponential(token, key_low, key_high, FAST) * _LOG_2

@@ -1,4 +1,4 @@
-"""Comparing floats by integers, and the winner of a race.
+"""Compares floats as integers, and finds the winner of a race.
 
 Must not know: what the floats are.
 """
@@ -9,27 +9,27 @@ import triton.language as tl
 
 @triton.jit
 def ordered(value):
-    """int32 in the order of the float32 values."""
+    """int32 that are ordered like the float32 values."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def float_of(integer):
-    """The float32 that `ordered` turned into this."""
+    """The float32 that `ordered` turned into this integer."""
     return (integer ^ ((integer >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def kth_largest(integers, k):
-    """The k-th largest of these int32; the least int32 where they are fewer."""
+    """The k-th largest of these int32; the least int32 if there are fewer."""
     low = tl.full([], -0x80000000, tl.int64)
     high = tl.max(integers, 0).to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
         count = tl.sum((integers >= middle).to(tl.int32), 0)
         if count == k:
-            # Nothing between this and the least of them: most searches end here, half way.
+            # The least of these k is the answer: most searches end here, half way.
             low = tl.min(tl.where(integers >= middle, integers, 0x7FFFFFFF), 0).to(tl.int64)
             high = low
         else:
@@ -40,8 +40,8 @@ def kth_largest(integers, k):
 
 @triton.jit
 def largest_groups(maxima, group, BEST: tl.constexpr):
-    """Of groups with these maxima: whether each is among the BEST largest (of equal ones the first), its place among
-    them, and the largest maximum of the others."""
+    """For groups with these maxima: whether each is among the BEST largest (of equal ones the first), its place among
+    them, and the largest maximum of the other groups."""
     order = ordered(maxima)
     last = kth_largest(order, BEST)
     is_above = order > last

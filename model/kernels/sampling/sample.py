@@ -2,15 +2,15 @@
 
 The draw is Gumbel-max with the counter-based noise of model/sampling/noise.py: a function of (seed, output index, token
 id) and of nothing else, so a row's token does not depend on the batch. A first kernel bounds each part of a row from
-above, with noise that costs a third of the exact one (which took longer than reading the logits). A second one computes
-parts exactly, the highest bound first, until no bound is above the best: most often one of 75. It also moves the row
-on: its last token, its position, and whether the logits were finite.
+above, with noise that costs a third of the exact noise (which took longer than reading the logits). A second kernel
+computes parts exactly, highest bound first, until no bound is above the best score: most often one part of 75. It also
+advances the row: its last token, its position, and whether the logits were finite.
 
-Where the vocabulary is cut over ranks, each has some columns of the logits, and nobody needs those of the others: the
-second kernel leaves a candidate, the best of its columns with its noise, and a third one, behind an exchange of all
-ranks' candidates, takes the best of them and moves the row on. That is the token that one rank would have chosen.
+If the vocabulary is divided among ranks, each has some columns of the logits and needs no others: the second kernel
+leaves a candidate, the best of its columns with their noise, and a third kernel, after an exchange of all ranks'
+candidates, takes the best of them and advances the row. That is the token that a single rank would have chosen.
 
-    candidate   | score, in the order of integers | token, the first one largest | whether all was finite |
+    candidate   | score, in the order of integers | token, lowest id is largest  | whether all are finite |
     bits          63                             32                             1                        0
 
 Legend: B sequences of the batch · R rows of the state · V columns of the logits · W parts of a row · G ranks.
@@ -33,7 +33,7 @@ WARPS = 2
 
 
 def num_parts(num_columns: int) -> int:
-    """Parts that a row is cut into."""
+    """Number of parts of a row."""
     return -(-num_columns // PART)
 
 
@@ -66,7 +66,7 @@ def _bound_parts_kernel(
     temperature = tl.load(temperature_R + row)
     column = part * PART + tl.arange(0, PART)
     token = first_token + column
-    # The width is a round number, the vocabulary is not: a mask by the latter would load element by element.
+    # The width is a round number, the vocabulary size is not: a mask by the latter would load element by element.
     x = tl.load(logits_BV + b.to(tl.int64) * width + column, mask=column < width, other=float("-inf"))
     x = x.to(tl.float32)
     if first_token + (part + 1) * PART > vocab_size:
@@ -105,7 +105,7 @@ def _choose_kernel(
     key_low, key_high = draw_key(tl.load(seed_R + row), position + 1 - tl.load(num_prompt_R + row))
     w = tl.arange(0, WIDTH)
     bound = tl.load(bound_BW + b * PARTS + w, mask=w < PARTS, other=float("-inf"))
-    # False for NaN too. What is not finite is told and never chosen; its part is looked at in any case.
+    # False for NaN too. What is not finite is reported and never chosen; its part is computed in any case.
     is_fine = bound < float("inf")
     bound = tl.where(is_fine, bound, float("inf"))
     best = tl.full([], float("-inf"), tl.float32)
@@ -147,7 +147,7 @@ def _choose_among_ranks_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     g = tl.arange(0, WIDTH)
-    # Those that are not there repeat the first one.
+    # Places beyond the ranks repeat the first candidate.
     candidate = tl.load(candidate_BG + b * RANKS + tl.where(g < RANKS, g, 0))
     after = (tl.max(candidate, 0) >> 1) & 0x7FFFFFFF
     is_any = after > 0
@@ -160,8 +160,8 @@ def _choose_among_ranks_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPart:
-    """Which ids a rank's columns are: from `first` on; and how all ranks' candidates come together: `gather` is given
-    candidate_B1 (int64) and fills candidate_BG, in the order of the ranks."""
+    """A rank's part of the vocabulary. first: id of its first column. gather: collects all ranks' candidates; called
+    with candidate_B1 (int64) and candidate_BG, which it fills in order of the ranks."""
 
     first: int
     num_ranks: int
@@ -169,9 +169,9 @@ class VocabularyPart:
 
 
 class SampleParts:
-    """Where the first kernel leaves the bounds that the second one reads, for up to max_batch rows; of several ranks
-    also their candidates. num_columns: of the logits, None: the vocabulary's. of_ranks: None where there is one.
-    candidate_B: memory for this rank's, None: some of its own."""
+    """The bounds that the first kernel leaves for the second, for up to max_batch rows; with several ranks also their
+    candidates. num_columns: of the logits; None: the vocabulary's. of_ranks: None with one rank. candidate_B: memory
+    for this rank's candidates; None: allocate it."""
 
     def __init__(
         self,
@@ -207,10 +207,10 @@ def sample_and_advance(
 ) -> None:
     """Choose a token per row and make it the row's last one, at the next position.
 
-    logits_BV: any float dtype; of several ranks, this one's columns. Ids from parts.vocab_size on are never chosen.
+    logits_BV: any float dtype; with several ranks, this one's columns. Ids from parts.vocab_size on are never chosen.
     rows_B, last_token_R, position_R, num_prompt_R, token_B: int32. seed_R: int64 (the bits of a uint64). temperature_R:
     float32, 0 is greedy. is_finite_B: int8. The output index of the token is position + 1 - num_prompt. The last row of
-    the state is scratch: it stays as it is. Raises ValueError where a tensor does not fit.
+    the state is scratch and stays as it is. Raises ValueError if a tensor does not fit.
     """
     (B,), (R,) = rows_B.shape, position_R.shape
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)

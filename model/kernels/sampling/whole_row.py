@@ -1,15 +1,15 @@
-"""The cut of top-k, top-p and typical-p where the largest few logits do not tell: by search over the whole row.
+"""The cut of top-k, top-p and typical-p if the few largest logits do not determine it: by search over the whole row.
 
-A cut is a number: the least distance such that the columns within it weigh enough. Each pass over the row weighs seven
-distances between the bounds known so far and moves the bounds to two neighbours among them, until one distance at most
-is left between the bounds; of 16-bit logits that takes five passes.
+A cut is a number: the least distance such that the columns within it have enough weight. Each pass over the row sums
+the weights within seven distances between the bounds known so far and moves the bounds to two neighbours among them,
+until at most one distance is left between the bounds; with 16-bit logits that takes five passes.
 
     top-k       distance: below the largest logit         weight: 1          goal: k
     top-p       the same                                  exp(v)             p of all that is left
     typical-p   from the mean of v under the distribution, which is as far as the information is from its expectation
 
-v: a logit less the largest one, by the temperature. What lies further than FARTHEST below the largest is left out
-throughout: it cannot win the draw. One program does all of it; its passes read the row from the cache.
+v: a logit minus the largest one, divided by the temperature. Logits more than FARTHEST below the largest are left out
+throughout: they cannot win the draw. One program does everything; its passes read the row from the cache.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _load(columns, start, top, per_scale):
 
 @triton.jit
 def _within(weight, distance, near, stride):
-    """Weights within seven distances: near + stride, near + 2 stride …"""
+    """The weights within each of seven distances: near + stride, near + 2 stride …"""
     return (
         tl.where(distance <= near + stride, weight, 0.0),
         tl.where(distance <= near + 2.0 * stride, weight, 0.0),
@@ -52,11 +52,11 @@ def _narrowed(near, far, edge, weight, goal):
 
 @triton.jit
 def _search(columns, end, top, per_scale, least, center, goal, BY_COUNT: tl.constexpr):
-    """The least distance from `center` within which the columns of v >= least weigh `goal`; the largest that there is,
-    or FARTHEST, where none does."""
+    """The least distance from `center` within which the columns with v >= least have a weight of `goal`; if there is
+    none, the largest distance, or FARTHEST."""
     near = tl.full([], -1.0, tl.float32)
     far = tl.full([], FARTHEST, tl.float32)
-    # Of the distances between the bounds as they were before the last pass:
+    # Of the distances that were between the bounds before the last pass:
     smallest = tl.full([], 0.0, tl.float32)
     largest = tl.full([], 1.0, tl.float32)
     turn = 0
@@ -103,7 +103,7 @@ def _search(columns, end, top, per_scale, least, center, goal, BY_COUNT: tl.cons
 
 @triton.jit
 def _weigh(columns, end, top, per_scale, least):
-    """Sum of exp(v), and mean of v under it, of the columns of v >= least."""
+    """For the columns with v >= least: the sum of exp(v), and the mean of v weighted by exp(v)."""
     total = tl.zeros([_PART], tl.float32)
     moment = tl.zeros([_PART], tl.float32)
     for start in range(0, end, _PART):
@@ -117,7 +117,7 @@ def _weigh(columns, end, top, per_scale, least):
 
 @triton.jit
 def choose_in_row(columns, end, top, scale, top_k, top_p, log_min_p, typical_p, key_low, key_high, FAST: tl.constexpr):
-    """The token of a row. end: columns that there are. log_min_p: at least -FARTHEST."""
+    """Choose the token of a row. end: number of columns. log_min_p: at least -FARTHEST."""
     least = log_min_p
     per_scale = 1.0 / scale
     if top_k > 0:

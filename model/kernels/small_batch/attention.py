@@ -174,7 +174,7 @@ def small_batch_attention(
     """Attention of each row's parts; position_R is the new token's position, whose key and value are in the pools.
 
     q and pools of one dtype, rows_B, position_R, table_RM int32, part_BWNH and log_BWN float32 (`split_buffers`).
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     B, N, H = q_BNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_BNH.dtype
@@ -247,7 +247,7 @@ def combine(
 ) -> None:
     """out_BNH = the parts of each row's attention, of whole multiples of grain tokens, added up.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     B, N, H = out_BNH.shape
     check_tensor("part_BWNH", part_BWNH, shape=(None, MAX_SPLITS, N, H), dtype=torch.float32)

@@ -71,7 +71,7 @@ def divided_sum(rooms_GRD: torch.Tensor, x_TD: torch.Tensor, counts: tuple[torch
     and a row for each of `num_programs`. Every rank launches the same sums and meetings in the same order, on streams
     that wait for its copies.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     size, (num_rows, D) = len(counts), x_TD.shape
     if len(rooms_GRD) != size or not 0 <= rank < size:
@@ -97,7 +97,7 @@ def _meet_kernel(counts, RANK: tl.constexpr, SIZE: tl.constexpr):
 
 
 def meet_peers(counts: tuple[torch.Tensor, ...], *, rank: int) -> None:
-    """Behind it, what every rank had copied before it is there. counts: those of the sums. Raises ValueError where they
+    """Behind it, what every rank had copied before it is there. counts: those of the sums. Raises ValueError if they
     do not fit."""
     check_counts(counts, 1)
     _meet_kernel[(1,)](counts, RANK=rank, SIZE=len(counts), num_warps=1)

@@ -24,7 +24,7 @@ MAX_WARPS = 32
 class Cut:
     """How a matrix product is cut: output rows of a program at most, and its warps; both powers of two.
 
-    Raises ValueError where no device could run it, which triton's interpreter would not tell."""
+    Raises ValueError if no device could run it, which triton's interpreter would not tell."""
 
     rows: int
     warps: int
@@ -47,7 +47,7 @@ def block_of(length: int) -> int:
 
 
 def check_size(name: str, matrix: torch.Tensor) -> None:
-    """Raises ValueError where offsets into the matrix do not fit 32 bits."""
+    """Raises ValueError if offsets into the matrix do not fit 32 bits."""
     if matrix.numel() >= MAX_ELEMENTS:
         raise ValueError(f"{name} has {matrix.numel()} elements, more than {MAX_ELEMENTS - 1}")
 

@@ -52,7 +52,7 @@ def small_batch_gate_up(
 ) -> None:
     """act_BI = silu(gate) * up of RMSNorm(x_BD), its weight folded into gate_up_ED [2I, D]. All of one dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     (B, D), I, dtype = x_BD.shape, act_BI.shape[1], x_BD.dtype
     check_tensor("x_BD", x_BD, shape=(B, D), dtype=dtype)
@@ -92,7 +92,7 @@ def small_batch_product(
 ) -> None:
     """out_BO = y_BQ @ matrix_OQ^T, in float32, rounded once. All of one dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     _launch(y_BQ, matrix_OQ, out_BO, cut, overlap, adds=0)
 
@@ -154,7 +154,7 @@ def small_batch_head(
 ) -> None:
     """logits_BV = RMSNorm(x_TD[index_B]) @ head_VD^T. index_B: int32; the others of one dtype.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     (B, V), D, dtype = logits_BV.shape, x_TD.shape[1], x_TD.dtype
     check_tensor("x_TD", x_TD, shape=(None, D), dtype=dtype)

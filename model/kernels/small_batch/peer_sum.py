@@ -82,7 +82,7 @@ def peer_sum(
     in their order, this one's among them. counts: int32, zero at first, a column for each rank and a row for each of
     `num_programs`. Every rank launches the same sums in the same order.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     num_elements = out.numel()
     _check(rooms, counts, out, num_elements, rank)
@@ -114,7 +114,7 @@ def peer_join(
     """out_BV: the columns that lie in the same room of every rank, [B, W] in its first elements. rooms, counts: as of
     `peer_sum`; counts are of these joins alone. Every rank launches the same joins in the same order.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     size, V = len(rooms), out_BV.shape[1]
     num_elements = out_BV.numel() // max(size, 1)
@@ -134,7 +134,7 @@ def _check(
     num_elements: int,
     rank: int,
 ) -> None:
-    """Raises ValueError where a tensor does not fit. num_elements: of each room."""
+    """Raises ValueError if a tensor does not fit. num_elements: of each room."""
     if len(rooms) != len(counts) or not 0 <= rank < len(rooms):
         raise ValueError(f"rank {rank} has {len(rooms)} rooms and {len(counts)} counts")
     if not out.is_contiguous() or any(room.dtype != out.dtype or room.numel() < num_elements for room in rooms):
@@ -143,7 +143,7 @@ def _check(
 
 
 def check_counts(counts: tuple[torch.Tensor, ...], programs: int) -> None:
-    """Raises ValueError where so many programs could not meet their peers by the ranks' counts."""
+    """Raises ValueError if so many programs could not meet their peers by the ranks' counts."""
     least = programs * len(counts)
     if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
         raise ValueError(f"{programs} programs need {least} counts of int32 on each rank")

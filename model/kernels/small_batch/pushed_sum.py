@@ -104,7 +104,7 @@ def pushed_sum(
     int32 of this rank alone, `num_turns` of the largest sum, zero at first. Every rank launches the same sums in the
     same order.
 
-    Raises ValueError where a tensor does not fit.
+    Raises ValueError if a tensor does not fit.
     """
     size, words = len(inboxes), num_words(out.numel(), out.dtype)
     if not 0 <= rank < size or any(inbox.dtype != torch.int64 or inbox.shape[:2] != (2, size) for inbox in inboxes):

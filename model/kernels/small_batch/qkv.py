@@ -122,7 +122,7 @@ def small_batch_qkv(
     """Put the turned queries into q_BNH and the new keys and values of rows_B into the pools.
 
     rows_B, position_R, table_RM: int32. cos_LH, sin_LH: float32 [L, H / 2]. The others of one dtype, or pools of e4m3.
-    cut.rows: pairs of columns. Raises ValueError where a tensor does not fit.
+    cut.rows: pairs of columns. Raises ValueError if a tensor does not fit.
     """
     B, N, H = q_BNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_BNH.dtype
