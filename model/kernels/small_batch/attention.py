@@ -1,9 +1,10 @@
-"""Attention of a few rows over their paged context, cut into many short parts, so that few rows fill the device.
+"""Attention of a few rows over their paged context, split into many short parts, so that few rows fill the device.
 
-Queries and the new key and value come from model/kernels/small_batch/qkv.py. Each row's context is cut into at most
-MAX_SPLITS parts of equal length; each program leaves its part's average of values and the logarithm of its weight, and
-`combine` adds them up. The first tile of keys and values, all of it from former steps, is loaded before the kernel
-waits for the queries; into registers, since the kernels behind fetch their weights into shared memory meanwhile.
+Queries and the new key and value come from model/kernels/small_batch/qkv.py. Each row's context is split into at most
+MAX_SPLITS parts of equal length; each program writes its part's weighted average of values and the logarithm of its
+weight, and `combine` adds them up. The first tile of keys and values, all of it from earlier steps, is loaded before
+the kernel waits for the queries; into registers, since the kernels that follow load their weights into shared memory
+meanwhile.
 
     cached tokens   |-- part 0 --|-- part 1 --|-- part 2 |new|         the last part also has the new token
 
@@ -27,9 +28,9 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCut:
-    """Parts are whole multiples of so many tokens, which are the tile of the shortest; tokens of a longer part's tiles;
-    warps of a program, and stages of its loop over the tiles behind the first: 1 has no buffer, 3 have one
-    (model/kernels/attention/paged_tile.py)."""
+    """grain: parts are whole multiples of this many tokens, which is also the tile of the shortest parts. tile: tokens
+    of a tile of longer parts. warps: of a program. stages: of the loop over the tiles after the first; 1 has no buffer,
+    3 have one (model/kernels/attention/paged_tile.py)."""
 
     grain: int = 64
     tile: int = 64
@@ -49,7 +50,7 @@ def split_buffers(
 
 
 def cut_context(position: int, grain: int) -> tuple[int, int]:
-    """(tokens of a part, parts) of a row with so many cached tokens."""
+    """(tokens of a part, number of parts) of a row with this many cached tokens."""
     grains = -(-position // grain)
     chunk = max(1, -(-grains // MAX_SPLITS)) * grain
     return chunk, max(1, -(-position // chunk))
@@ -65,7 +66,7 @@ def small_batch_attention_reference(
     scale: float,
     grain: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The obvious reference in float32: part_BWNH and log_BWN (base 2), NaN where a row has no such part."""
+    """The obvious reference in float32: part_BWNH and log_BWN (base 2), NaN for parts that a row does not have."""
     B, N, H = q_BNH.shape
     K, S = k_pool_PKSH.shape[1:3]
     parts, logs = torch.full((B, MAX_SPLITS, N, H), float("nan")), torch.full((B, MAX_SPLITS, N), float("nan"))
@@ -86,7 +87,7 @@ def small_batch_attention_reference(
 
 @triton.jit
 def num_parts(position, SPLITS: tl.constexpr, GRAIN: tl.constexpr):
-    """(tokens of a part, parts), as `cut_context`."""
+    """(tokens of a part, number of parts), as `cut_context`."""
     chunk = tl.maximum(tl.cdiv(tl.cdiv(position, GRAIN), SPLITS), 1) * GRAIN
     return chunk, tl.maximum(tl.cdiv(position, chunk), 1)
 
@@ -97,7 +98,7 @@ def _attend_part(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the queries, once the first tile is on its way."""
+    """Waits for the queries once the first tile has been requested."""
     G: tl.constexpr = N // K
     start = split * chunk
     end = tl.minimum(start + chunk, position)
@@ -143,9 +144,9 @@ def _small_batch_attention_kernel(
     position = tl.load(position_R + row)
     chunk, count = num_parts(position, SPLITS, GRAIN)
     if split >= count:
-        return  # at once: waiting it would keep its room from the kernels behind; part 0 waits in its place
+        return  # without waiting, which would occupy resources that later kernels need; part 0 waits instead
     table = table_RM + row.to(tl.int64) * table_width
-    if GRAIN < TILE and chunk == GRAIN:  # what a short context needs not would only take time
+    if GRAIN < TILE and chunk == GRAIN:  # a short context does not need a longer tile, which would only take time
         _attend_part(
             q_BNH, k_pool, v_pool, part_BWNH, log_BWN, table, position, log2_scale, b, split, kv_head, chunk, count,
             N, K, H, S, GROUP, SPLITS, GRAIN, STAGES, PDL,
@@ -187,7 +188,7 @@ def small_batch_attention(
     if N % K or H & (H - 1) or H < 16 or len(part_BWNH) < B:
         raise ValueError(f"{B} rows of {N} heads over {K} KV heads of {H} do not fit the kernel or its buffers")
     most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, cut.grain))
-    # Heads before parts: those that a context has are started first.
+    # Heads vary faster than parts in the grid, so that the parts that a context has are started first.
     _small_batch_attention_kernel[(K, most_parts, B)](
         q_BNH, k_pool_PKSH, v_pool_PKSH, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_RM.shape[1],
         scale * LOG2_E,
@@ -196,9 +197,10 @@ def small_batch_attention(
     )  # fmt: skip
 
 
-# The parts of attention that model/kernels/small_batch/attention.py left, added up: one program for a head of a row.
+# Adds up the parts of attention: one program per head of a row.
 #
-# A kernel of its own: adding up in every program of the output product cost more at any context (bench/RESULTS.md).
+# It is a kernel of its own, since adding up in every program of the output product cost more at any context
+# (bench/RESULTS.md).
 #
 # Legend: B sequences · R rows of the state · W parts at most · N query heads · H head dim.
 
@@ -245,7 +247,7 @@ def combine(
     grain: int,
     overlap: Overlap,
 ) -> None:
-    """out_BNH = the parts of each row's attention, of whole multiples of grain tokens, added up.
+    """out_BNH = the sum of the parts of each row's attention. grain: parts are whole multiples of this many tokens.
 
     Raises ValueError if a tensor does not fit.
     """

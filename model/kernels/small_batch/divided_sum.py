@@ -1,14 +1,14 @@
-"""A sum over ranks of many rows, of which each rank sums its share, and what lets copies do the rest.
+"""A sum over ranks of many rows, of which each rank sums its share, and a meeting of ranks for the copies between them.
 
     this rank | product of peers' rows | of its own | meet, add up | next product of its own | meet | of peers'
     copies                             | to their rooms ... |      | to all streams ...        |
 
-What `peer_sum` reads over the link behind a product goes over it beside products here, by the device's copy engines,
-which take no multiprocessor. Numbers are added in float32 in the order of the ranks, the stream last, and rounded once,
-by one rank for all: so all have the same bits. A room may be written again behind the second meeting: then all peers
+What `peer_sum` reads over the link after a product is here sent during products, by the device's copy engines, which
+use no multiprocessor. Numbers are added in float32 in the order of the ranks, the stream last, and rounded once, by one
+rank for all, so that all have the same bits. A room may be written again after the second meeting: by then all peers
 have read theirs.
 
-Must not know: how peers' memory is had, who copies, layers.
+Must not know: how peers' memory is obtained, who copies, layers.
 
 Legend: T rows of the stream · R rows of a share · D columns.
 """
@@ -21,9 +21,9 @@ from octavo.model.kernels.small_batch.peer_sum import check_counts, meet
 
 BLOCK, WARPS = 4096, 8
 MAX_PROGRAMS = 512
-"""All of them are on the device at once."""
+"""So few that all of them are resident on the device at once."""
 GRAIN = 128
-"""Rows of a share are a multiple of it, so that no tile of a product is cut in two."""
+"""Rows of a share are a multiple of this, so that no tile of a product is cut in two."""
 
 
 def share_of(num_rows: int, rank: int, size: int) -> slice:
@@ -33,7 +33,7 @@ def share_of(num_rows: int, rank: int, size: int) -> slice:
 
 
 def room_shape(num_rows: int, width: int, size: int) -> tuple[int, int, int]:
-    """[G, R, D] of the room that sums of up to so many rows need."""
+    """[G, R, D], G ranks: shape of the room for sums of up to this many rows."""
     return size, _most(num_rows, size), width
 
 
@@ -43,7 +43,7 @@ def _most(num_rows: int, size: int) -> int:
 
 
 def num_programs(num_rows: int, width: int, size: int) -> int:
-    """Of a sum, the same on every rank, and so the counts of each that it needs."""
+    """Programs of a sum, the same on every rank; a sum needs as many rows of counts."""
     return min(MAX_PROGRAMS, triton.cdiv(_most(num_rows, size) * width, BLOCK))
 
 
@@ -53,7 +53,7 @@ def _divided_sum_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    meet(counts, program, RANK, SIZE, SEM="release")  # of what was copied into their memory
+    meet(counts, program, RANK, SIZE, SEM="release")  # releases what was copied into their memory
     for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         k = start + tl.arange(0, BLOCK)
         mask = k < num_elements
@@ -66,10 +66,10 @@ def _divided_sum_kernel(
 
 
 def divided_sum(rooms_GRD: torch.Tensor, x_TD: torch.Tensor, counts: tuple[torch.Tensor, ...], *, rank: int) -> None:
-    """This rank's share of x_TD, with the sum of all ranks' products, which have been copied into rooms_GRD: of each
-    rank, what it has of the share. counts: of every rank, in their order, int32, zero at first, a column for each rank
-    and a row for each of `num_programs`. Every rank launches the same sums and meetings in the same order, on streams
-    that wait for its copies.
+    """Add to this rank's share of x_TD the sum of all ranks' products, which have been copied into rooms_GRD: for each
+    rank, its rows of the share. counts: every rank's, in order of the ranks, int32, initially zero, a column for each
+    rank and a row for each of `num_programs`. Every rank must launch the same sums and meetings in the same order, on
+    streams that wait for its copies.
 
     Raises ValueError if a tensor does not fit.
     """
@@ -97,7 +97,7 @@ def _meet_kernel(counts, RANK: tl.constexpr, SIZE: tl.constexpr):
 
 
 def meet_peers(counts: tuple[torch.Tensor, ...], *, rank: int) -> None:
-    """Behind it, what every rank had copied before it is there. counts: those of the sums. Raises ValueError if they
-    do not fit."""
+    """After this, everything that every rank copied before it is visible. counts: those of the sums. Raises ValueError
+    if they do not fit."""
     check_counts(counts, 1)
     _meet_kernel[(1,)](counts, RANK=rank, SIZE=len(counts), num_warps=1)

@@ -1,4 +1,4 @@
-"""What the kernels for a few rows share: how they are cut, and sums over registers. They overlap
+"""Common parts of the kernels for a few rows: how they are cut, and sums over registers. The kernels overlap
 (model/kernels/overlap.py): each loads its weights into registers, and only then waits for its predecessor's results.
 
 Products are sums over registers in a fixed order: the same inputs give the same bits, whatever else is in the batch.
@@ -17,14 +17,14 @@ BLOCKS = (1024, 512, 256, 128)
 WASTE = 1.15
 MAX_ELEMENTS = 2**31
 MAX_WARPS = 32
-"""Of a program, on every device of NVIDIA's."""
+"""The most warps of a program, on every NVIDIA device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a matrix product is cut: output rows of a program at most, and its warps; both powers of two.
+    """How a matrix product is cut: the most output rows of a program, and its warps; both powers of two.
 
-    Raises ValueError if no device could run it, which triton's interpreter would not tell."""
+    Raises ValueError if no device could run it, which triton's interpreter would not notice."""
 
     rows: int
     warps: int
@@ -34,12 +34,12 @@ class Cut:
             raise ValueError(f"{self}: rows and warps are powers of two, and a program has at most {MAX_WARPS} warps")
 
     def rows_of(self, total: int) -> int:
-        """Rows of a program, which divide the total."""
+        """Rows of a program, which divide the total evenly."""
         return gcd(self.rows, total)
 
 
 def block_of(length: int) -> int:
-    """The widest block that covers a row of weights with at most a seventh wasted."""
+    """The widest block that covers a row of weights with at most 15% more elements."""
     for block in BLOCKS:
         if -(-length // block) * block <= length * WASTE:
             return block
@@ -68,7 +68,7 @@ def load_rows(matrix, r, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_vector(vector, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A vector [LENGTH] as a tuple of float32 blocks, zeros behind its end."""
+    """A vector [LENGTH] as a tuple of float32 blocks, padded with zeros."""
     blocks = ()
     for i in tl.static_range((LENGTH + BLOCK - 1) // BLOCK):
         k = i * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""Products of a few rows with a matrix, read once: gate and up with SiLU, a product added to the residual stream, one
-alone, the head.
+"""Products of a few rows with a matrix that is read once: gate and up with SiLU, a product added to the residual
+stream, a product alone, and the head.
 
 Legend: B sequences · D model dim · I intermediate dim · Q inner dim of a product · O its outputs · V rows of the head.
 """
@@ -50,7 +50,8 @@ def _small_batch_gate_up_kernel(
 def small_batch_gate_up(
     x_BD: torch.Tensor, gate_up_ED: torch.Tensor, act_BI: torch.Tensor, eps: float, *, cut: Cut, overlap: Overlap
 ) -> None:
-    """act_BI = silu(gate) * up of RMSNorm(x_BD), its weight folded into gate_up_ED [2I, D]. All of one dtype.
+    """act_BI = silu(gate) * up of RMSNorm(x_BD), with the norm's weight folded into gate_up_ED [2I, D]. All of one
+    dtype.
 
     Raises ValueError if a tensor does not fit.
     """
@@ -100,7 +101,7 @@ def small_batch_product(
 def small_batch_add_product(
     x_BO: torch.Tensor, y_BQ: torch.Tensor, matrix_OQ: torch.Tensor, *, cut: Cut, overlap: Overlap
 ) -> None:
-    """x_BO += y_BQ @ matrix_OQ^T; else as `small_batch_product`."""
+    """x_BO += y_BQ @ matrix_OQ^T; otherwise as `small_batch_product`."""
     _launch(y_BQ, matrix_OQ, x_BO, cut, overlap, adds=1)
 
 

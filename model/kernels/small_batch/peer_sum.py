@@ -1,20 +1,20 @@
-"""A sum over ranks by one kernel that reads every peer's memory, and adds it to the residual stream in the same pass.
+"""A sum over ranks by one kernel that reads every peer's memory and adds the sum to the residual stream in one pass.
 
     this rank  | product -> its room | signal peers | wait for theirs | read all rooms, add up | ...
     a peer     |   product -> its room     | signal | wait ...        | read all rooms, add up | ...
 
-Between two ranks that is also the least that can go over the link, whatever the size: of each rank's numbers, each is
-read once. Each program signals for its part alone, by counting up in every peer's memory, and waits until each peer's
-count is its own: nothing is reset, and nobody waits for an answer over the link. Numbers are added in float32 in the
-order of the ranks and rounded once, so that all ranks get the same bits. A room may be written again after the next sum
-that begins: then every peer has ended this one. So sums that follow one another need rooms of their own, and two are
+With two ranks this is also the least traffic over the link, whatever the size: each number of each rank is read once.
+Each program signals for its own part only, by incrementing a count in every peer's memory, and waits until each peer's
+count has reached its own: nothing is reset, and nobody waits for a reply over the link. Numbers are added in float32 in
+the order of the ranks and rounded once, so that all ranks get the same bits. A room may be written again once the next
+sum has met its peers: by then every peer has ended this sum. So consecutive sums need different rooms, and two are
 enough.
 
-Another kernel meets its peers in the same way and puts all ranks' columns side by side where this one adds.
+Another kernel meets its peers in the same way and puts all ranks' columns side by side instead of adding them.
 
-It does not overlap with its neighbours (model/kernels/overlap.py): some steps stood still where it did.
+It does not overlap with its neighbours (model/kernels/overlap.py): some steps hung when it did.
 
-Must not know: how peers' memory is had, layers, what the columns are.
+Must not know: how peers' memory is obtained, layers, what the columns are.
 
 Legend, of columns: B rows · V columns of all ranks.
 """
@@ -26,29 +26,29 @@ import triton.language as tl
 BLOCK, LARGE_BLOCK = 2048, 4096
 WARPS = 8
 MAX_PROGRAMS = 512
-"""All of them are on the device at once; of large sums, each goes from block to block."""
+"""So few that all of them are resident on the device at once; in large sums, each goes from block to block."""
 
 
 def num_programs(num_elements: int) -> int:
-    """Of a sum of so many numbers, and so the counts of each rank that it needs."""
+    """Programs of a sum of this many numbers; it needs as many rows of counts on each rank."""
     return min(MAX_PROGRAMS, triton.cdiv(num_elements, BLOCK))
 
 
 @triton.jit
 def meet(counts, program, RANK: tl.constexpr, SIZE: tl.constexpr, SEM: tl.constexpr):
-    """Tell this program's peers that what was written before this kernel is there, and wait until they have. SEM:
-    "relaxed", or "release" where some of that is in their memory."""
+    """Signal to this program's peers that everything written before this kernel is visible, and wait for their signals.
+    SEM: "relaxed", or "release" if some of it is in the peers' memory."""
     own = counts[RANK] + program * SIZE
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            # Relaxed is enough where the kernel that wrote this rank's memory has ended: then it is there.
+            # Relaxed is enough if the kernel that wrote to this rank's memory has ended: its writes are then visible.
             tl.atomic_add(counts[peer] + program * SIZE + RANK, 1, sem=SEM, scope="sys")
-    # By one thread, which tells the others: those that load it for themselves could see what the first has stored.
+    # By one thread, which broadcasts it: threads that loaded it themselves could see what the first one has stored.
     turn = tl.atomic_add(own + RANK, 1, sem="relaxed", scope="gpu") + 1
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             found = tl.atomic_add(own + peer, 0, sem="acquire", scope="sys")
-            while found - turn < 0:  # which also holds where counts wrap
+            while found - turn < 0:  # also correct when counts wrap around
                 found = tl.atomic_add(own + peer, 0, sem="acquire", scope="sys")
 
 
@@ -78,9 +78,9 @@ def peer_sum(
     rank: int,
     adds: bool,
 ) -> None:
-    """out, the sum of what lies in the same room of every rank; adds: with what out had. rooms, counts: of every rank,
-    in their order, this one's among them. counts: int32, zero at first, a column for each rank and a row for each of
-    `num_programs`. Every rank launches the same sums in the same order.
+    """out = the sum of every rank's tensor in the same room; adds: plus the previous value of out. rooms, counts: every
+    rank's, in order of the ranks, including this one's. counts: int32, initially zero, a column for each rank and a row
+    for each of `num_programs`. Every rank must launch the same sums in the same order.
 
     Raises ValueError if a tensor does not fit.
     """
@@ -111,8 +111,9 @@ def _peer_join_kernel(
 def peer_join(
     rooms: tuple[torch.Tensor, ...], counts: tuple[torch.Tensor, ...], out_BV: torch.Tensor, *, rank: int
 ) -> None:
-    """out_BV: the columns that lie in the same room of every rank, [B, W] in its first elements. rooms, counts: as of
-    `peer_sum`; counts are of these joins alone. Every rank launches the same joins in the same order.
+    """out_BV = the columns in the same room of every rank, side by side; each room has them as [B, W] in its first
+    elements. rooms, counts: as in `peer_sum`, but the counts are used by these joins alone. Every rank must launch the
+    same joins in the same order.
 
     Raises ValueError if a tensor does not fit.
     """
@@ -143,12 +144,12 @@ def _check(
 
 
 def check_counts(counts: tuple[torch.Tensor, ...], programs: int) -> None:
-    """Raises ValueError if so many programs could not meet their peers by the ranks' counts."""
+    """Raises ValueError if the ranks' counts are too few for this many programs."""
     least = programs * len(counts)
     if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
         raise ValueError(f"{programs} programs need {least} counts of int32 on each rank")
 
 
 def _block_of(num_elements: int) -> int:
-    """Numbers that a program takes at once."""
+    """Numbers that a program processes at once."""
     return BLOCK if num_elements <= MAX_PROGRAMS * BLOCK else LARGE_BLOCK

@@ -1,19 +1,19 @@
-"""A sum over ranks of a few rows by one kernel that writes its numbers into every peer's memory, each beside its turn,
-and adds what has come to the residual stream in the same pass.
+"""A sum over ranks of a few rows by one kernel that writes its numbers into every peer's memory, each together with a
+turn number, and adds those that it receives to the residual stream in the same pass.
 
     this rank  | product | numbers and turn -> the peer's inbox | wait for theirs here | add up | ...
     a peer     |   product  | ... -> ours | wait ...              | add up | ...
 
-What is waited for is the numbers themselves: 32 bits of them and 32 of the turn are one word of memory, which comes as
-a whole. So nothing is signalled, and a sum takes one way over the link where `peer_sum` takes a signal's and then a
-reading's there and back; for twice the bytes, which is why few rows gain. Numbers are added in float32 in the order of
-the ranks and rounded once, so that all ranks get the same bits.
+The kernel waits for the numbers themselves: 32 bits of numbers and 32 bits of turn are one word of memory, which
+arrives as a whole. So there are no signals, and a sum crosses the link once, while `peer_sum` takes a signal and then a
+read's round trip. It sends twice the bytes, which is why only few rows gain. Numbers are added in float32 in the order
+of the ranks and rounded once, so that all ranks get the same bits.
 
-A program counts its turns in memory of its own, and two parts of an inbox take turns: who has got a peer's numbers of
-one turn knows that this peer has read those of the turn before. What is summed may lie anywhere.
+A program counts its turns in its own memory, and the two parts of an inbox alternate: a rank that has received a peer's
+numbers of one turn knows that this peer has read those of the turn before. The numbers to be summed may be anywhere.
 
-It does not overlap with its neighbours (model/kernels/overlap.py): steps stood still where it did.
-Must not know: how peers' memory is had, layers.
+It does not overlap with its neighbours (model/kernels/overlap.py): steps hung when it did.
+Must not know: how peers' memory is obtained, layers.
 """
 
 import torch
@@ -21,22 +21,22 @@ import triton
 import triton.language as tl
 
 WORDS = 128
-"""Of a program, which is a warp: all sums are cut alike, since a word's turn is its program's."""
+"""Words of a program, which is one warp. All sums are cut in the same way, since a word's turn is its program's."""
 
 
 def num_words(num_elements: int, dtype: torch.dtype) -> int:
-    """Of 32 bits that a sum of so many numbers takes."""
+    """Words of 32 bits in a sum of this many numbers."""
     return num_elements * dtype.itemsize // 4
 
 
 def num_turns(words: int) -> int:
-    """Programs of a sum of so many words: each counts its turns."""
+    """Programs of a sum of this many words; each counts its turns."""
     return triton.cdiv(words, WORDS)
 
 
 @triton.jit
 def _first_number(word, PAIRS: tl.constexpr):
-    """Of a word that is a float32, or of the two bfloat16 in it, as float32."""
+    """The float32 that the word is, or with PAIRS the first of its two bfloat16, as float32."""
     return (word << 16 if PAIRS else word).to(tl.float32, bitcast=True)
 
 
@@ -47,7 +47,7 @@ def _second_number(word):
 
 @triton.jit
 def _bits(number):
-    """Of a bfloat16, in the low half of an int32."""
+    """The bits of a number as bfloat16, in the low half of an int32."""
     return number.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
 
 
@@ -68,7 +68,7 @@ def _pushed_sum_kernel(
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             tl.store(inboxes[peer] + (part + RANK) * inbox_words + k, marked, mask=mask)
-    tl.debug_barrier()  # what is sent is not put off until what is waited for has come
+    tl.debug_barrier()  # keeps the stores from being delayed until after the wait below
     first = tl.zeros([WORDS], tl.float32)
     second = tl.zeros([WORDS], tl.float32)
     for peer in tl.static_range(SIZE):
@@ -99,10 +99,10 @@ def pushed_sum(
     rank: int,
     adds: bool,
 ) -> None:
-    """out, the sum of every rank's partial, of bfloat16 or float32; adds: with what out had. inboxes: of every rank, in
-    their order, this one's among them: int64 [2, ranks, words], words enough for the largest sum, zero at first. turns:
-    int32 of this rank alone, `num_turns` of the largest sum, zero at first. Every rank launches the same sums in the
-    same order.
+    """out = the sum of every rank's partial, bfloat16 or float32; adds: plus the previous value of out. inboxes: every
+    rank's, in order of the ranks, including this one's: int64 [2, ranks, words], with enough words for the largest sum,
+    initially zero. turns: int32, this rank's own, `num_turns` of the largest sum, initially zero. Every rank must
+    launch the same sums in the same order.
 
     Raises ValueError if a tensor does not fit.
     """

@@ -1,7 +1,8 @@
-"""Queries, keys and values of a few rows straight from the residual stream, the cache written on the way.
+"""Queries, keys and values of a few rows straight from the residual stream, with the write to the cache.
 
 One kernel: the product with the QKV matrix (the norm's weight folded in), scale of the RMSNorm, bias, RoPE, and the
-write of the new key and value. A program has pairs of output columns that RoPE turns together: d and d + H/2 of a head.
+write of the new key and value. A program has pairs of output columns that RoPE rotates together: d and d + H/2 of a
+head.
 
 Legend: B sequences · R rows of the state · M table width · N query heads · K kv heads · H head dim · D model dim ·
 C = (N + 2K)·H · P blocks · S block size · L positions of the RoPE table.
@@ -119,9 +120,9 @@ def small_batch_qkv(
     cut: Cut,
     overlap: Overlap,
 ) -> None:
-    """Put the turned queries into q_BNH and the new keys and values of rows_B into the pools.
+    """Write the rotated queries to q_BNH and the new keys and values of rows_B to the pools.
 
-    rows_B, position_R, table_RM: int32. cos_LH, sin_LH: float32 [L, H / 2]. The others of one dtype, or pools of e4m3.
+    rows_B, position_R, table_RM: int32. cos_LH, sin_LH: float32 [L, H / 2]. The others of one dtype; pools may be e4m3.
     cut.rows: pairs of columns. Raises ValueError if a tensor does not fit.
     """
     B, N, H = q_BNH.shape
