@@ -13,8 +13,8 @@ from octavo.model.kernels.checks import check_tensor, next_power_of_2
 
 # SwiGLU's gate with one program for each token and block, whatever the number of tokens.
 #
-# model/kernels/products/activation.py cuts its work by the number of tokens; here it is cut by the matrix alone, so
-# that a token has the same bits in any batch.
+# `silu_mul` divides its work by the number of tokens; here the division depends on the matrix alone, so that a token
+# has the same bits in any batch.
 #
 # Legend: T tokens · I intermediate dim · D model dim.
 
@@ -35,8 +35,7 @@ def _invariant_silu_mul_kernel(
 
 
 def invariant_silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float) -> None:
-    """As model.kernels.products.activation.silu_mul, whose reference is this one's. Raises ValueError if a tensor
-    does not fit."""
+    """As `silu_mul`, with the same reference. Raises ValueError if a tensor does not fit."""
     T, I = out_TI.shape
     check_tensor("gate_up_T2I", gate_up_T2I, shape=(T, 2 * I), dtype=out_TI.dtype)
     check_tensor("x_TD", x_TD, shape=(T, None), dtype=out_TI.dtype)
@@ -48,7 +47,7 @@ def invariant_silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: to
 
 
 BLOCK = 1024
-MANY_TOKENS = 1024  # from here on a program takes MOST_BLOCKS of a token, which need its scale once
+MANY_TOKENS = 1024  # from here on a program takes MOST_BLOCKS of a token, which share the computation of its scale
 MOST_BLOCKS = 8
 
 
@@ -68,7 +67,7 @@ def _silu_mul_kernel(
     d = tl.arange(0, WIDTH)
     i = tl.program_id(1) * BLOCKS * BLOCK + tl.arange(0, BLOCK)
     gates, ups = (), ()
-    # Everything is loaded before the sum of squares, whose barrier no load crosses.
+    # Everything is loaded before the sum of squares, since no load is moved across its barrier.
     for block in tl.static_range(BLOCKS):
         at = i + block * BLOCK
         gates = gates + (tl.load(gate_up + t * 2 * I + at, mask=at < I, other=0.0),)  # noqa: RUF005
@@ -84,7 +83,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float) -> None:
-    """Put silu(scale * gate) * (scale * up) into out_TI; scale = 1 / rms(x_TD). All of one dtype.
+    """out_TI = silu(scale * gate) * (scale * up); scale = 1 / rms(x_TD). All of one dtype.
 
     Raises ValueError if a tensor does not fit.
     """

@@ -1,17 +1,17 @@
-// Products of dozens to hundreds of tokens with a matrix, for Hopper; clustered.py says what for, and sets the names in
-// capitals:
+// Products of dozens to hundreds of tokens with a matrix, for Hopper; clustered.py describes them and defines the names
+// in capitals:
 //
-//   GROUPS    warp groups that multiply, each TILES x 64 tokens of a tile; one more group fetches
-//   OUTPUTS   rows of the matrix of a tile: any multiple of 8, so that tiles fill whole rounds of a device
-//   WIDTH     those of an instruction
-//   STAGES    blocks of 64 inputs on the way
-//   SPLITS    programs of a cluster, each with a part of the inputs, which send one another their sums
-//   APART     whether those have memory of their own, else that of the stages
-//   THEN      what becomes of the sums: PUT, ADD or GATE
-//   IS_FP16   the numbers are float16, else bfloat16
+//   GROUPS    warp groups that multiply, each TILES x 64 tokens of a tile; one more warp group loads
+//   OUTPUTS   rows of the matrix in a tile: any multiple of 8, so that tiles fill whole rounds of a device
+//   WIDTH     outputs of one instruction
+//   STAGES    blocks of 64 inputs that are in flight
+//   SPLITS    thread blocks of a cluster, each with a part of the inputs, which send one another their sums
+//   APART     whether received sums have memory of their own, rather than that of the stages
+//   THEN      what happens to the sums: PUT, ADD or GATE
+//   IS_FP16   whether the numbers are float16 rather than bfloat16
 //
-// A block of 64 inputs is 128 bytes of a row, which the copy engine spreads over the banks (128-byte swizzle) as the
-// instructions want it.
+// Below, a program is a thread block; a block is 64 inputs, 128 bytes of a row, which the copy engine swizzles over the
+// banks (128-byte swizzle) as the instructions need it.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -19,14 +19,14 @@ typedef unsigned short u16;
 
 enum { PUT, ADD, GATE };
 constexpr int TOKENS = GROUPS * TILES * 64;
-constexpr int RESULTS = THEN == GATE ? OUTPUTS / 2 : OUTPUTS;  // of a tile: each gate has its up
-constexpr int THREADS = GROUPS * 128;                          // that multiply
+constexpr int RESULTS = THEN == GATE ? OUTPUTS / 2 : OUTPUTS;  // of a tile: a gate and its up give one
+constexpr int THREADS = GROUPS * 128;                          // threads that multiply
 constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + OUTPUTS * 128;
-constexpr int PITCH = OUTPUTS % 16 ? OUTPUTS : OUTPUTS + 8;  // numbers of a row of sums, by which banks take turns
-constexpr int QUADS = OUTPUTS / 4;                           // of numbers in a row
+constexpr int PITCH = OUTPUTS % 16 ? OUTPUTS : OUTPUTS + 8;  // numbers of a row of sums, padded against bank conflicts
+constexpr int QUADS = OUTPUTS / 4;                           // of numbers, in a row
 constexpr int MOST_SHARE = (TOKENS + SPLITS - 1) / SPLITS;   // tokens whose sums a program of a cluster adds up
-constexpr int ITEMS = (MOST_SHARE * QUADS + THREADS - 1) / THREADS;  // quads of a thread
-constexpr int ROW_BYTES = PITCH * 4, SHARE_BYTES = MOST_SHARE * ROW_BYTES;  // of sums; of a program's share at most
+constexpr int ITEMS = (MOST_SHARE * QUADS + THREADS - 1) / THREADS;  // quads per thread
+constexpr int ROW_BYTES = PITCH * 4, SHARE_BYTES = MOST_SHARE * ROW_BYTES;  // of a row of sums; of the largest share
 
 struct alignas(64) TensorMap {
   char bytes[128];
@@ -37,8 +37,8 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Barriers in shared memory. What is released to the copy engine alone needs no fence beyond the program: one for the
-// device takes longer than a block's products.
+// Barriers in shared memory. What is released to the copy engine only needs no fence beyond the program: a fence for
+// the device takes longer than a block's products.
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
@@ -55,17 +55,17 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
       : "memory");
 }
 
-// Of the threads that multiply.
+// Barrier of the threads that multiply.
 __device__ __forceinline__ void meet_groups() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-// Without a fence for the device, which the barrier has unless it is told otherwise: what goes from program to program is
-// waited for by its bytes.
+// Relaxed, since by default the barrier has a fence for the device: what programs send one another is waited for by
+// counting its bytes.
 __device__ __forceinline__ void arrive_at_cluster() {
   if (SPLITS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_cluster() {
   if (SPLITS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-// To the same place of another program of the cluster, whose barrier at the same place counts the bytes.
+// To the same address in another program of the cluster, whose barrier at the same address as `bar` counts the bytes.
 __device__ __forceinline__ void send_sums(int program, u32 to, u32 from, u32 bytes, u32 bar) {
   asm volatile(
       "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %4;\nmapa.shared::cluster.u32 bar, %3, %4;\n"
@@ -80,7 +80,7 @@ __device__ __forceinline__ void fetch_rows(u32 to, const TensorMap* map, u32 bar
       "l"(map), "r"(bar), "r"(input), "r"(row)
       : "memory");
 }
-// The matrix of gate and up is seen as two: the copy brings RESULTS rows of each.
+// The matrix of gate and up is viewed as two: the copy brings RESULTS rows of each.
 __device__ __forceinline__ void fetch_weights(u32 to, const TensorMap* map, u32 bar, int input, int row) {
   if (THEN != GATE) return fetch_rows(to, map, bar, input, row);
   asm volatile(
@@ -89,7 +89,7 @@ __device__ __forceinline__ void fetch_weights(u32 to, const TensorMap* map, u32 
       : "memory");
 }
 
-// What the instruction is told of an operand: rows of 128 bytes in swizzled groups of eight (PTX ISA, "matrix
+// Descriptor of an operand in shared memory: rows of 128 bytes in swizzled groups of eight (PTX ISA, "matrix
 // descriptor").
 __device__ __forceinline__ u64 operand(u32 at) {
   return (u64)((at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -127,8 +127,8 @@ __device__ __forceinline__ float silu_times(float gate, float up) {
   return gate * inverse * up;
 }
 
-// The activation of 64 tokens. A lane has two neighbouring outputs of each eight; four lanes exchange theirs, so that
-// each writes eight of one.
+// Writes the activation of 64 tokens. A lane has two neighbouring outputs of every eight; four lanes exchange theirs,
+// so that each writes a whole eight.
 __device__ __forceinline__ void put_activation(const float (&sums)[OUTPUTS / 2], const float (&scales)[2], u16* out, int token,
                                                int output, int T, int O) {
   constexpr int EIGHTS = RESULTS / 8;
@@ -170,12 +170,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
   const u32 stages = (shared_address(room) + 1023) & ~1023u, landing = stages + (APART ? STAGES * STAGE_BYTES : TOKENS * ROW_BYTES);
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES, landed = empty + 8 * STAGES;
   const int group = threadIdx.x / 128, split = blockIdx.x % SPLITS;
-  // Tiles of tokens fastest: a tile of the matrix is read while it is in the cache. Where sums are split, a cluster has
-  // one tile, whose sums take the stages' memory, and each of its programs adds up those of a share of the tile's tokens.
+  // Token tiles vary fastest: a tile of the matrix is read while it is in the cache. If sums are split, a cluster has
+  // one tile, whose sums use the stages' memory, and each of its programs adds up the sums of a share of the tile's
+  // tokens.
   const int token_tiles = (T + TOKENS - 1) / TOKENS, num_tiles = token_tiles * ((O + RESULTS - 1) / RESULTS);
   const int first_tile = blockIdx.x / SPLITS, step = gridDim.x / SPLITS;
   const int first_token = first_tile % token_tiles * TOKENS, tokens = min(TOKENS, T - first_token);
-  // Of fewer tokens than a tile has, no more are fetched: sums of rows that were there before are written nowhere.
+  // If there are fewer tokens than a tile has, only those are loaded: the sums of stale rows are never written.
   const int fetched = T < TOKENS ? (T + 7) / 8 * 8 : TOKENS, stage_bytes = (fetched + OUTPUTS) * 128;
   const int share = (tokens + SPLITS - 1) / SPLITS, first_of_share = min(split * share, tokens);
   const int of_share = min(share, tokens - first_of_share);
@@ -200,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
       int filled = 0;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const int token = tile % token_tiles * TOKENS, output = tile / token_tiles * RESULTS;
-        // The first tile's weights are asked for before the wait: no kernel writes them.
+        // The first tile's weights are requested before the wait: no kernel writes them.
         const int early = filled > 0 ? 0 : min(blocks, STAGES);
         for (int b = 0; b < early; b++) {
           barrier_expect(full + 8 * b, stage_bytes);
@@ -228,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
     int used = 0;
     for (int tile = first_tile; tile < num_tiles; tile += step) {
       const int token = tile % token_tiles * TOKENS, output = tile / token_tiles * RESULTS;
-      const int row = group * TILES * 64 + warp * 16;  // of this warp's first 64 tokens
-      // What the sums meet is asked for before them.
+      const int row = group * TILES * 64 + warp * 16;  // this warp's first row, in its group's first 64 tokens
+      // What the sums are combined with is requested before they are computed.
       float scales[TILES][2];
       if (THEN == GATE) {
 #pragma unroll
@@ -261,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
             for (int o = 0; o < OUTPUTS; o += WIDTH)
               multiply((float(&)[WIDTH / 2])sums[i][o / 2], x + i * (64 * 128 / 16) + k * 2, w + o * (128 / 16) + k * 2, b + k > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        // The block before has been multiplied: its stage is free.
+        // The previous block has been multiplied: its stage is free.
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (b > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * ((used - 1) % STAGES));
       }
@@ -271,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
 #pragma unroll
         for (int i = 0; i < TILES; i++) put_activation(sums[i], scales[i], out, token + row + i * 64, output, T, O);
       } else {
-        meet_groups();  // no group multiplies what is in the stages any more
+        meet_groups();  // no group is still multiplying from the stages
         if (!APART) arrive_at_cluster();
 #pragma unroll
         for (int i = 0; i < TILES * 2; i++) {
@@ -288,7 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
     }
   }
   if (THEN == GATE) return;
-  // Every program of the cluster is there, and its barrier: sums may come.
+  // Every program of the cluster has initialised its barrier and, unless APART, is done with its stages: sums may be
+  // sent.
   wait_for_cluster();
   if (group < GROUPS) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -327,5 +329,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) __cluster_dims__(
       }
     }
   }
-  wait_for_cluster();  // nobody ends while its sums are on the way
+  wait_for_cluster();  // no program ends while its sums are in flight
 }

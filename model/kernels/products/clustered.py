@@ -1,20 +1,19 @@
-"""Products of dozens to hundreds of tokens with a matrix, cut so that tiles fill whole rounds of a device.
+"""Products of dozens to hundreds of tokens with a matrix, cut so that tiles fill whole rounds (waves) of a device.
 
-At 65 to 256 tokens a product is bound by what a multiprocessor can fetch: a tile brings its tokens and its rows of the
-matrix, and tiles of powers of two leave a round half empty. So here a tile has all tokens and as many rows of the
-matrix as give each multiprocessor the same work, any multiple of 8. A warp fetches blocks of both, as many as shared
-memory holds, the matrix's before the wait for the kernel in front (model/kernels/overlap.py); groups of warps multiply.
-Gate and up meet in the registers of one thread, and only their activation is written.
+With 65 to 256 tokens a product is bound by what a multiprocessor can load: a tile loads its tokens and its rows of the
+matrix, and tiles that are powers of two leave a round half empty. So here a tile has all tokens and as many rows of the
+matrix as give each multiprocessor the same work, any multiple of 8. One warp loads blocks of both, as many as shared
+memory holds, the matrix's before the wait for the preceding kernel (model/kernels/overlap.py); warp groups multiply.
+Gate and up are in the registers of the same thread, and only their activation is written.
 
-A matrix of few outputs is split over its inputs among the programs of a cluster. Each program has a share of the tile's
-tokens: it is sent their sums by the others, from shared memory to shared memory by the copy engine, and adds them up in
-the order of the splits. Bits depend on the cut alone.
+The inputs of a matrix with few outputs are split among the programs (thread blocks) of a cluster. Each program has a
+share of the tile's tokens: the others send it their sums, from shared memory to shared memory by the copy engine, and
+it adds them up in the order of the splits. Bits depend on the cut alone.
 
     one program     weights ...| tokens, weights ... | products | sums to the others |
     its cluster     weights ...| tokens, weights ... | products | sums to the others | each a share: sums, x, out
 
-The kernel (clustered.cu) is CUDA C++, for Hopper's instructions alone (`fits_clustered`); elsewhere a library
-multiplies.
+The kernel (clustered.cu) is CUDA C++ for Hopper's instructions only (`fits_clustered`); elsewhere a library multiplies.
 
 Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
 """
@@ -35,39 +34,39 @@ from octavo.model.kernels.precompile import is_compiling
 from octavo.model.kernels.products.hopper import BLOCK, MULTIPROCESSORS, ProductTrial, takes
 
 ROW_BYTES = 128
-"""Of a block of inputs."""
+"""Of a block of inputs in a row."""
 SHARED_BYTES, BYTES_BESIDE = 232_448, 2_048
-"""Of a program at most, and what it takes beside its stages."""
+"""Most shared memory of a program, and what it uses besides its stages."""
 LEAST_STAGES, MOST_STAGES = 3, 8
 MOST_WIDTH = 192
-"""Outputs of an instruction: more are two, since the compiler gives no instruction more registers than a thread has on
-average."""
+"""Most outputs of an instruction: for more there are two, since the compiler gives no instruction more registers than a
+thread has on average."""
 MOST_OUTPUTS = {128: 288, 192: 224, 256: 176}
-"""Of a tile of gate and up, by its tokens: what registers hold."""
+"""Most outputs of a tile of gate and up that registers hold, by the tile's tokens."""
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
-"""How many clusters of so many programs an H100 and an H200 hold, whose multiprocessors lie in groups of 16 and 18."""
+"""How many clusters of this many programs an H100 or H200 holds, whose multiprocessors are in groups of 16 and 18."""
 FEW_SPLITS = 2
-"""Up to so many, shared memory is worth more as another stage than as a place for the others' sums."""
+"""Up to this many, shared memory is more useful for another stage than for the other programs' sums."""
 CLOCK_BYTES = 40
-"""That a multiprocessor fetches in a clock when all do."""
+"""Bytes that a multiprocessor loads per clock when all do."""
 SUM_CLOCKS, SUM_BYTES = 2_500, 6
-"""Of adding up the splits of a tile, and the bytes of its sums that take one clock more: more than it takes, but what
-is chosen with these is what was fastest (bench/RESULTS.md)."""
+"""Clocks to add up the splits of a tile, and bytes of its sums per further clock: more than it really takes, but cuts
+that are chosen with these were the fastest (bench/RESULTS.md)."""
 REGISTERS = {2: (40, 232), 3: (32, 160)}
-"""Of a thread that fetches and of one that multiplies, by the groups that do."""
+"""Registers of a thread that loads and of one that multiplies, by the number of warp groups that multiply."""
 SOURCE = Path(__file__).with_name("clustered.cu")
 
 
 class Then(Enum):
-    """What becomes of the sums."""
+    """What happens to the sums."""
 
     PUT, ADD, GATE = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredCut:
-    """tokens: of a tile, 128, 192 or 256. outputs: rows of the matrix of a tile, half of them gate's and half up's.
-    splits of the inputs among the programs of a cluster."""
+    """tokens: of a tile, 128, 192 or 256. outputs: rows of the matrix in a tile; of gate and up, half of them gate's
+    and half up's. splits: of the inputs, among the programs of a cluster."""
 
     tokens: int
     outputs: int
@@ -76,43 +75,43 @@ class ClusteredCut:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the other programs' sums have memory of their own, for which nobody has to wait."""
+        """Whether the other programs' sums have memory of their own, so that they need not wait for the stages'."""
         return self.splits > FEW_SPLITS
 
     @property
     def landing_bytes(self) -> int:
-        """Of shared memory for them, beside the stages."""
+        """Shared memory for the other programs' sums, besides the stages."""
         return _sum_bytes(self.tokens, self.outputs, self.splits) if self.is_apart else 0
 
     @property
     def shared_bytes(self) -> int:
-        """Of dynamic shared memory, in which stages begin at a multiple of 1,024."""
+        """Dynamic shared memory, in which stages begin at a multiple of 1,024 bytes."""
         return 1024 + self.stages * (self.tokens + self.outputs) * ROW_BYTES + self.landing_bytes
 
     @property
     def holds_sums(self) -> bool:
-        """Whether the stages' memory has room for a program's sums, and for the others' where they have none apart."""
+        """Whether the stages' memory has room for a program's sums, and for the others' unless these are apart."""
         own = _sum_bytes(self.tokens, self.outputs, 1)
         others = 0 if self.splits == 1 or self.is_apart else _sum_bytes(self.tokens, self.outputs, self.splits)
         return own + others <= self.stages * (self.tokens + self.outputs) * ROW_BYTES
 
     @property
     def groups(self) -> int:
-        """Of four warps, that multiply."""
+        """Number of warp groups that multiply."""
         return 3 if self.tokens % 128 else 2
 
     def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
-        """Tiles of a product."""
+        """Number of tiles of a product."""
         return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
 
     def part_elements(self, num_tokens: int, num_outputs: int) -> int:
-        """None: parts stay in shared memory."""
+        """Always 0: parts stay in shared memory."""
         return 0
 
 
 def gate_up_cut(num_outputs: int, tokens: int) -> ClusteredCut:
-    """Of gate and up, num_outputs rows together, for up to so many tokens: the outputs with which a device's rounds
-    take least."""
+    """Cut for gate and up, num_outputs rows together, for up to this many tokens: with the outputs for which a device's
+    rounds take the least time."""
 
     def clocks(outputs: int) -> float:
         return ceil(ceil(num_outputs / outputs) / MULTIPROCESSORS) * _block_clocks(tokens, outputs)
@@ -122,7 +121,7 @@ def gate_up_cut(num_outputs: int, tokens: int) -> ClusteredCut:
 
 
 def split_cut(num_outputs: int, num_inputs: int, num_tokens: int) -> ClusteredCut | None:
-    """Of a product whose tiles are few, in one round of a device, by what was measured (bench/RESULTS.md); None where
+    """Cut for a product with few tiles, in one round of a device, based on measurements (bench/RESULTS.md); None if
     there is none."""
     blocks = num_inputs // BLOCK
 
@@ -142,7 +141,7 @@ def split_cut(num_outputs: int, num_inputs: int, num_tokens: int) -> ClusteredCu
 
 
 def _block_clocks(tokens: int, outputs: int) -> float:
-    """Of a block of inputs: what multiplies, and what fetches."""
+    """Clocks for a block of inputs: to multiply, or to load, whichever is more."""
     return max(tokens // 64 * outputs * 2, (tokens + outputs) * ROW_BYTES / CLOCK_BYTES)
 
 
@@ -152,14 +151,14 @@ def _stages(tokens: int, outputs: int, splits: int = 1) -> int:
 
 
 def _sum_bytes(tokens: int, outputs: int, splits: int) -> int:
-    """Of a tile's sums in so many shares of its tokens, in rows by which banks take turns."""
+    """Bytes of a tile's sums in this many shares of its tokens, with rows padded against bank conflicts."""
     row_bytes = 4 * (outputs if outputs % 16 else outputs + 8)
     return splits * -(-tokens // splits) * row_bytes
 
 
 def fits_clustered(weight_OK: torch.Tensor) -> bool:
-    """Whether there are products with this matrix on its device, a compiler for the kernel, and it works there; while
-    kernels are compiled only, it may."""
+    """Whether these products support the matrix and its device, there is a compiler for the kernel, and the kernel
+    works there; while kernels are only being compiled, that last is assumed."""
     return takes(weight_OK) and has_compiler() and (is_compiling() or _TRIAL.passes(weight_OK.device))
 
 
@@ -185,7 +184,7 @@ def clustered_product(
 def clustered_add_product(
     x_TO: torch.Tensor, y_TK: torch.Tensor, weight_OK: torch.Tensor, *, cut: ClusteredCut, overlap: Overlap
 ) -> None:
-    """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once; else as `clustered_product`."""
+    """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once; otherwise as `clustered_product`."""
     _launch(y_TK, weight_OK, x_TO, None, cut, overlap, Then.ADD)
 
 
@@ -198,8 +197,8 @@ def clustered_gate_up(
     cut: ClusteredCut,
     overlap: Overlap,
 ) -> None:
-    """act_TI = silu(scale * gate) * (scale * up) of x_TD, a norm's weight folded into gate_up_ED [2I, D]. scale_T:
-    float32; else as `clustered_product`. The cut has no splits."""
+    """act_TI = silu(scale * gate) * (scale * up) of x_TD, with the norm's weight folded into gate_up_ED [2I, D].
+    scale_T: float32; otherwise as `clustered_product`. The cut must have one split."""
     check_tensor("scale_T", scale_T, shape=(len(x_TD),), dtype=torch.float32)
     _launch(x_TD, gate_up_ED, act_TI, scale_T, cut, overlap, Then.GATE)
 
@@ -237,13 +236,13 @@ def _launch(
         (0 if scale_T is None else scale_T.data_ptr(), ctypes.c_void_p),
         *((number, ctypes.c_int) for number in (T, O, K // BLOCK)),
     ]
-    # The programs of gate and up stay, and go through tiles; those that split sums have one each.
+    # The programs of gate and up are persistent and go through tiles; those that split sums have one tile each.
     kernel.launch(min(tiles, MULTIPROCESSORS) if is_gate else tiles * cut.splits, arguments, overlap)
 
 
 @cache
 def clustered_product_kernel(cut: ClusteredCut, then: Then, is_fp16: bool) -> CudaKernel:
-    """For a cut and a dtype."""
+    """The kernel for a cut and a dtype."""
     return CudaKernel(
         source_of(cut, then, is_fp16=is_fp16),
         "products.clustered.clustered_product_kernel",

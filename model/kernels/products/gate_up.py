@@ -1,13 +1,13 @@
 """SwiGLU's gate and up of many tokens in one product, whose epilogue is the activation: silu(gate) * up.
 
-A library's product writes gate and up, 2I numbers a token, and a kernel behind it reads them again; for a small model
-that is an eighth of a prompt's time. Here a tile has a gate column and its up column in the same thread, so only the
-activation is written. The matrix, gate's rows before up's, is read as [2, I, D]: a tile of it is outputs of both
+A library's product writes gate and up, 2I numbers per token, and another kernel reads them again; for a small model
+that is an eighth of a prompt's time. Here a gate column and its up column are in the same thread, so only the
+activation is written. The matrix, gate's rows before up's, is read as [2, I, D]: a tile of it has outputs of both
 halves, side by side on the wide side of one instruction.
 
-    programs stay, one or two on each multiprocessor, and go from tile to tile: the next tile's inputs are on their way
-    while this one's activation is computed. Within a group of token tiles, outputs change slowly: weights stay in the
-    cache.
+    programs are persistent, one or two on each multiprocessor, and go from tile to tile: the next tile's inputs are
+    loaded while this one's activation is computed. Within a group of token tiles, outputs change slowly, so that
+    weights stay in the cache.
 
 Legend: T tokens · I intermediate dim · D model dim. Must not know: layers.
 """
@@ -23,14 +23,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.model.kernels.checks import check_tensor, is_hopper
 
 LEAST_TOKENS = 1024
-"""From here on it beats a library's product and `silu_mul`, for every shape that was measured (bench/RESULTS.md)."""
-INTERPRETED_MULTIPROCESSORS = 3  # where there is no device to ask
+"""From here on it is faster than a library's product and `silu_mul`, for every measured shape (bench/RESULTS.md)."""
+INTERPRETED_MULTIPROCESSORS = 3  # without a CUDA device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateUpTiles:
-    """Tokens and outputs (of gate, and as many of up) of a tile, inputs taken at once, token tiles of a group; a
-    program's warps and stages, and programs of a multiprocessor."""
+    """tokens, outputs (of gate, and as many of up): of a tile. inputs: taken at once. group: token tiles of a group.
+    warps, stages: of a program. programs: per multiprocessor."""
 
     tokens: int = 128
     outputs: int = 128
@@ -41,7 +41,7 @@ class GateUpTiles:
     programs: int = 1
 
     def fit(self, gate_up_ED: torch.Tensor) -> bool:
-        """Whether they divide the matrix."""
+        """Whether the tiles divide the matrix."""
         return gate_up_ED.shape[0] % (2 * self.outputs) == 0 and gate_up_ED.shape[1] % self.inputs == 0
 
 
@@ -50,12 +50,12 @@ FEW_TILES = (
     (1.5, GateUpTiles(tokens=64, outputs=64, warps=4, stages=4, programs=2)),
     (3, GateUpTiles(outputs=64, warps=4, stages=4)),
 )
-"""For so few turns of `TILES` on each multiprocessor at most, which smaller ones divide better."""
+"""(most turns of `TILES` per multiprocessor, smaller tiles that divide so little work better)."""
 
 
 def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
-    """Whether so many tokens should go through `gate_up_product`: many, 16-bit numbers, on a device like those that it
-    was measured on."""
+    """Whether `gate_up_product` should be used: for many tokens and 16-bit numbers, on a device like those on which it
+    was measured."""
     return (
         num_tokens >= LEAST_TOKENS
         and gate_up_ED.is_cuda
@@ -66,7 +66,7 @@ def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
 
 
 def tiles_of(num_tokens: int, gate_up_ED: torch.Tensor) -> GateUpTiles:
-    """The faster ones for so many tokens (bench/RESULTS.md); the bits do not depend on it."""
+    """The fastest tiles for this many tokens (bench/RESULTS.md); bits do not depend on the choice."""
     num_tiles = triton.cdiv(num_tokens, TILES.tokens) * (len(gate_up_ED) // (2 * TILES.outputs))
     turns = num_tiles / _num_multiprocessors(gate_up_ED.device)
     return next((tiles for most, tiles in FEW_TILES if turns <= most), TILES)
@@ -119,7 +119,7 @@ def gate_up_product(
     tiles: GateUpTiles = TILES,
 ) -> None:
     """act_TI = silu(gate) * up of scale_T * x_TD; gate_up_ED [2I, D]: gate's rows, then up's. scale_T: float32, the
-    rest of one dtype, at most 16 bits wide on a device. The sums are in float32, and rounded once.
+    rest of one dtype, at most 16 bits wide on a device. Sums are in float32 and rounded once.
 
     Raises ValueError if a tensor does not fit, or the tiles do not divide the matrix.
     """

@@ -1,12 +1,12 @@
 """Matrix products whose rows have the same bits in any batch: x @ W^T, and the same added to a residual stream.
 
-A library picks kernels by the number of rows, and cuts the sum over the inputs by what keeps the device busy. Here the
-sum is cut by the matrix alone, into splits that are added up in order, and within a split it runs over the inputs in
-order. Weights stand on the side of the product whose instruction has one size, tokens on the other; an output element
-reads its own row of W and its own token and no other. So whatever the tile and whichever program adds the splits up, a
+A library chooses kernels by the number of rows, and splits the sum over the inputs so as to keep the device busy. Here
+the sum is split by the matrix alone, into splits that are added up in order, and within a split it runs over the inputs
+in order. Weights are on the side of the product where the instruction has a fixed size, tokens on the other; an output
+element reads only its own row of W and its own token. So whatever the tile and whichever program adds up the splits, a
 token's bits are the same (tests/model/kernels/test_invariant_product.py compares them, on a device too).
 
-    few tokens     a program for each (tile of outputs, tile of tokens, split); a second kernel adds the splits up
+    few tokens     a program for each (tile of outputs, tile of tokens, split); a second kernel adds up the splits
     many tokens    a program for each (tile of outputs, tile of tokens) goes through the splits itself
 
 Legend: T tokens · O outputs · K inputs · S splits. Must not know: layers, what the matrices mean.
@@ -20,8 +20,8 @@ import triton.language as tl
 
 from octavo.model.kernels.checks import check_tensor
 
-SPLIT_INPUTS = 1024  # a sum of up to so many inputs is not cut
-WANTED_PROGRAMS = 264  # two for each multiprocessor of an H100, where one tile of tokens is all there is
+SPLIT_INPUTS = 1024  # a sum of up to this many inputs is not split
+WANTED_PROGRAMS = 264  # two for each multiprocessor of an H100, if there is only one tile of tokens
 LEAST_OUTPUTS = 64
 SPLIT_MULTIPLE = 64  # inputs: whole tiles
 TOKENS_IN_GROUP = 16  # tiles of tokens that share a tile of weights while it is in the cache
@@ -31,7 +31,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTiles:
-    """Outputs and tokens of a program's tile, inputs that it takes at once, its warps and its loop's stages."""
+    """outputs, tokens: of a program's tile. inputs: taken at once. warps: of a program. stages: of its loop."""
 
     outputs: int
     tokens: int
@@ -47,12 +47,12 @@ BY_TOKENS = (
     (256, ProductTiles(outputs=64, tokens=64)),
     (1024, ProductTiles(outputs=128, tokens=128, warps=8, stages=3)),
 )
-"""The most tokens that a tile is for, fewest first."""
+"""(most tokens, tiles for them), fewest first."""
 MOST = ProductTiles(outputs=128, tokens=256, warps=8, stages=3)
 
 
 def tiles_of(num_tokens: int, dtype: torch.dtype) -> ProductTiles:
-    """What an H100 runs fastest (bench/RESULTS.md); the bits do not depend on it."""
+    """The fastest tiles on an H100 (bench/RESULTS.md); bits do not depend on the choice."""
     if dtype == torch.float32:
         return FLOAT32
     return next((tiles for most, tiles in BY_TOKENS if num_tokens <= most), MOST)
@@ -60,14 +60,15 @@ def tiles_of(num_tokens: int, dtype: torch.dtype) -> ProductTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """How the sum over a matrix's inputs is cut: so many splits, each of so many inputs but for the last."""
+    """How the sum over a matrix's inputs is split. count: of splits. inputs: of each split except the last."""
 
     count: int
     inputs: int
 
     @classmethod
     def of(cls, num_outputs: int, num_inputs: int) -> "Splits":
-        """By the matrix alone: a matrix with few outputs and many inputs would leave most of the device idle."""
+        """Depends on the matrix alone. Without splits, few outputs and many inputs would leave most of the device
+        idle."""
         wanted = WANTED_PROGRAMS // -(-num_outputs // LEAST_OUTPUTS)
         count = max(1, min(wanted, -(-num_inputs // SPLIT_INPUTS)))
         inputs = -(-num_inputs // (count * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE
@@ -75,7 +76,7 @@ class Splits:
 
 
 def part_elements(num_tokens: int, num_outputs: int, num_inputs: int) -> int:
-    """float32 elements of room that a product of up to so many tokens needs beside its result."""
+    """float32 elements of memory that a product of up to this many tokens needs besides its result."""
     splits = Splits.of(num_outputs, num_inputs)
     return splits.count * min(num_tokens, MANY_TOKENS) * num_outputs if splits.count > 1 else 0
 
@@ -114,7 +115,7 @@ def _product_kernel(
     K: tl.constexpr, SPLITS: tl.constexpr, IN_PARTS: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of tokens fastest, within groups of them, so that a tile of weights is read while it is in the cache.
+    # Token tiles vary fastest, within groups of them, so that a tile of weights is read while it is in the cache.
     token_tiles = tl.cdiv(num_tokens, TOKENS)
     in_group = GROUP * tl.cdiv(num_outputs, OUTPUTS)
     first = tl.program_id(0) // in_group * GROUP
@@ -165,7 +166,7 @@ def invariant_product(
 ) -> None:
     """out_TO = x_TK @ weight_OK^T, summed in float32 and rounded once. All of one dtype (float32, float16, bfloat16).
 
-    part: float32, `part_elements` of it at least. Raises ValueError if a tensor does not fit.
+    part: float32, at least `part_elements`. Raises ValueError if a tensor does not fit.
     """
     _launch(x_TK, weight_OK, out_TO, part, tiles, adds=0)
 
@@ -178,7 +179,7 @@ def invariant_add_product(
     *,
     tiles: ProductTiles | None = None,
 ) -> None:
-    """out_TO += x_TK @ weight_OK^T, summed in float32 and rounded once; else as `invariant_product`."""
+    """out_TO += x_TK @ weight_OK^T, summed in float32 and rounded once; otherwise as `invariant_product`."""
     _launch(x_TK, weight_OK, out_TO, part, tiles, adds=1)
 
 

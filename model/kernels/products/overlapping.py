@@ -1,22 +1,22 @@
-"""Products of a decode step's rows with a matrix that overlap with the kernels before and behind them.
+"""Products of a decode step's rows with a matrix that overlap with the kernels before and after them.
 
-At few rows a product only reads its matrix. So here the copy engine brings it: a program asks for its first blocks of
-weights, as many as its stages hold, before it waits for its predecessor (model/kernels/overlap.py), which the next
-program on the same multiprocessor does, too. Only the rows' inputs are fetched behind the wait. Weights stand on the
-side of the product whose instruction is wide, rows on the other. A matrix is seen as [blocks of 64 inputs, outputs,
-64]: what one copy brings is whole blocks as the instruction wants them.
+With few rows a product only reads its matrix. So here the copy engine (TMA) loads it: a program requests its first
+blocks of weights, as many as its stages hold, before it waits for its predecessor (model/kernels/overlap.py), and so
+does the next program on the same multiprocessor. Only the rows' inputs are loaded after the wait. Weights are on the
+side of the product where the instruction is wide, rows on the other. A matrix is viewed as [blocks of 64 inputs,
+outputs, 64], so that one copy brings whole blocks in the layout that the instruction needs.
 
     predecessor    |------ run ------|
     this one          |weights ...   | rows, products | parts |
     successor                |weights ...             ...
 
-The sum over the inputs is cut into splits, which are added up in their order: by the program that finishes a tile last,
-or, of a large tile, by all its programs, a share each, when all are there. Within a split it runs over the inputs in
-order, and an output reads its own row of the matrix and its own token alone: bits depend on the splits, not on the tile
-nor on the other rows.
+The sum over the inputs is divided into splits, which are added up in order: by the program that finishes a tile last,
+or, for a large tile, by all its programs, a share each, once all have arrived. Within a split it runs over the inputs
+in order, and an output reads only its own row of the matrix and its own token: bits depend on the splits, not on the
+tile or the other rows.
 
-The kernel is written in Gluon, for Hopper's instructions alone (`fits`); model/kernels/products/split_k.py has the same
-products for every other device, and for triton's interpreter.
+The kernel is written in Gluon, for Hopper's instructions only (`fits`); model/kernels/products/split_k.py has the same
+products for all other devices and for triton's interpreter.
 
 Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
 """
@@ -31,16 +31,16 @@ from octavo.model.kernels.products.hopper import BLOCK, ProductTrial, takes
 from octavo.model.kernels.products.split_k import SplitKRoom
 
 PUT, ADD, GATE, SCALED_GATE = 0, 1, 2, 3
-"""What becomes of the sums: written, added to what is there, or made gate and up's activation, with the norm's scale
-computed on the way or before."""
+"""What happens to the sums: written, added to the output, or turned into gate and up's activation, with the norm's
+scale computed by the kernel itself or before it."""
 SCALED_TOKENS, SCALE_WARPS = 16, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappingCut:
-    """Rows of the matrix (half of them gate's, half up's) and tokens of a tile, blocks of inputs that a copy brings,
-    stages, splits of the inputs among programs, and turns, the splits that a program itself goes through; how many
-    tiles of tokens take a tile of the matrix one after the other; a program's warps."""
+    """outputs: rows of the matrix in a tile (of gate and up, half of them gate's, half up's). tokens: of a tile.
+    blocks: of inputs per copy. splits: of the inputs among programs. turns: splits that one program goes through
+    itself. group: tiles of tokens that use a tile of the matrix one after another. warps: of a program."""
 
     outputs: int = 64
     tokens: int = 16
@@ -52,22 +52,22 @@ class OverlappingCut:
     warps: int = 4
 
     def ends(self, num_inputs: int) -> bool:
-        """Whether each round's copies are asked for before they are waited for: a stage is filled again one round after
-        it was read, so that one stage serves a single round."""
+        """Whether each round's copies are requested before they are waited for. A stage is refilled one round after it
+        was read, so a single stage can serve only one round."""
         rounds = -(-num_inputs // (BLOCK * self.blocks))
         return self.stages > 1 or -(-rounds // self.splits) <= self.stages
 
     def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
-        """Tiles of a product."""
+        """Number of tiles of a product."""
         return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
 
     def part_elements(self, num_tokens: int, num_outputs: int) -> int:
-        """float32 elements of room for the parts."""
+        """Memory for the parts, in float32 elements."""
         return self.num_tiles(num_tokens, num_outputs) * self.splits * self.outputs * self.tokens
 
 
 def fits(weight_OK: torch.Tensor) -> bool:
-    """Whether there are products with this matrix on its device, and the kernel works there."""
+    """Whether these products support this matrix and its device, and the kernel works there."""
     return takes(weight_OK) and _TRIAL.passes(weight_OK.device)
 
 
@@ -162,7 +162,7 @@ def overlapping_add_product(
     cut: OverlappingCut,
     overlap: Overlap,
 ) -> None:
-    """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once; else as `overlapping_product`."""
+    """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once; otherwise as `overlapping_product`."""
     _launch(y_TK, weight_OK, x_TO, room, cut, overlap, then=ADD)
 
 
@@ -176,11 +176,11 @@ def overlapping_gate_up(
     overlap: Overlap,
     scale_T: torch.Tensor | None = None,
 ) -> None:
-    """act_TI = silu(gate) * up of RMSNorm(x_TD), its weight folded into gate_up_ED [2I, D]; the cut's splits do not
-    count. All of one 16-bit dtype.
+    """act_TI = silu(gate) * up of RMSNorm(x_TD), with the norm's weight folded into gate_up_ED [2I, D]. The cut's
+    splits are ignored. All of one 16-bit dtype.
 
-    scale_T: float32 room for the norm's scale, which is computed before then, with the same bits: beside large tiles
-    there is no register left for it. Raises ValueError if a tensor or the device does not fit.
+    scale_T: float32 memory for the norm's scale, which is then computed first, with the same bits: large tiles leave no
+    registers for it. Raises ValueError if a tensor or the device does not fit.
     """
     cut = replace(cut, splits=1)
     if scale_T is None:
@@ -191,7 +191,7 @@ def overlapping_gate_up(
 
 
 def overlapping_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float) -> None:
-    """scale_T = 1 / rms(x_TD), float32, with the bits that the products compute on the way. Whole blocks of inputs.
+    """scale_T = 1 / rms(x_TD), float32, with the same bits as the products compute. Whole blocks of inputs.
 
     Raises ValueError if a tensor does not fit.
     """

@@ -1,5 +1,5 @@
-"""The kernel of model/kernels/products/overlapping.py, which says what it does. A module of its own: Gluon is
-experimental, and what cannot import it does without.
+"""The kernel of model/kernels/products/overlapping.py, which describes it. A module of its own, since Gluon is
+experimental and may fail to import; steps then do without.
 
 Legend: T tokens · O outputs · K inputs. Must not know: layers.
 """
@@ -19,11 +19,13 @@ from octavo.model.kernels.gluon import async_load, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 BLOCK = 64
-"""Inputs of a block: 128 bytes, which the copy engine can spread over the banks."""
+"""Inputs of a block: 128 bytes, which the copy engine can swizzle over the banks."""
 SHARED_NUMBERS = gl.constexpr(8192)
-"""Of a tile: the programs of so large a one add its splits up together, of a smaller one the last to arrive does."""
+"""Numbers of a tile from which on its programs add up its splits together; of a smaller tile, the last to arrive
+does."""
 EARLY_TOKENS, EARLY_INPUTS = gl.constexpr(16), gl.constexpr(1024)
-"""Of a tile at most, and of a row: registers hold them, and their squares are summed before the first product."""
+"""Most tokens of a tile, and most inputs of a row, that registers hold: their squares are summed before the first
+product."""
 
 
 @gluon.jit
@@ -36,7 +38,7 @@ def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexp
 
 @gluon.jit
 def _squares_of(x_TK, token, T, K: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    # By column of a block, block after block.
+    # Summed by column of a block, block after block.
     t = token + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
     k = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     is_in = (t < T)[:, None] & (k >= 0)[None, :]
@@ -73,7 +75,7 @@ def _add_parts(
         if ADD:
             total += gl.load(out_at, mask=(t < T) & (o < O), other=0.0).to(gl.float32)
             if SHARE < 128 * WARPS:
-                thread_barrier()  # several threads have each number: all have read it before one writes
+                thread_barrier()  # several threads have each number: all must have read it before one writes
         gl.store(out_at, total.to(out_TO.dtype.element_ty), mask=(t < T) & (o < O))
     if gl.atomic_add(arrived, 1, sem="acq_rel") == 2 * SPLITS - 1:
         gl.store(arrived, 0)
@@ -94,15 +96,15 @@ def overlapping_product_kernel(
     ROUNDS: gl.constexpr = (K + BLOCKS * 64 - 1) // (BLOCKS * 64)
     EACH: gl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS
     gl.static_assert(STAGES > 1 or EACH == 1, "a stage is filled again one round after it was read")
-    # Beside other arithmetic in the loop, ptxas lets products run into the next round only one by one (C7515).
+    # With other arithmetic in the loop, ptxas serialises products that run into the next round (C7515).
     IS_SUMMED_EARLY: gl.constexpr = IS_GATE and not HAS_SCALE and TOKENS <= EARLY_TOKENS and K <= EARLY_INPUTS
     HAS_SQUARES: gl.constexpr = IS_GATE and not HAS_SCALE and not IS_SUMMED_EARLY
     PENDING: gl.constexpr = 0 if HAS_SQUARES else (BLOCKS if BLOCKS < 7 else 7)
     dtype: gl.constexpr = w_desc.dtype
-    # The programs of a tile, which may wait for one another, stand side by side: they are started together.
+    # The programs of a tile may wait for one another; they are adjacent in the grid, so that they start together.
     tile = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    # Tiles of tokens fastest, within groups of them, so that a tile of weights is read while it is in the cache.
+    # Token tiles vary fastest, within groups of them, so that a tile of weights is read while it is in the cache.
     token_tiles = (T + TOKENS - 1) // TOKENS
     in_group = GROUP * ((O + RESULTS - 1) // RESULTS)
     width = gl.minimum(token_tiles - tile // in_group * GROUP, GROUP)
@@ -129,7 +131,7 @@ def overlapping_product_kernel(
         at = [(first + s) * BLOCKS, token, 0]
         async_load(x_desc, at, bars.index(s), x_smem.index(s), pred=s < rounds)
 
-    # Two groups of warps share a tile's tokens where it has outputs for one.
+    # Two warp groups share a tile's tokens if its outputs are enough for only one.
     SIDES: gl.constexpr = 2 if WARPS == 8 and OUTPUTS == 64 else 1
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS // SIDES, SIDES], instr_shape=[16, TOKENS // SIDES, 16]
@@ -140,7 +142,7 @@ def overlapping_product_kernel(
     inner_t = gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout))
     out_at = out_TO + (token + inner_t).to(gl.int64)[None, :] * O + (output + inner_o)[:, None]
     mask = (token + inner_t < T)[None, :] & (output + inner_o < O)[:, None]
-    # What is added to is fetched beside the first inputs where registers hold it.
+    # What the sums are added to is loaded together with the first inputs, if registers hold it.
     IS_SHARED: gl.constexpr = SPLITS > 1 and RESULTS * TOKENS >= SHARED_NUMBERS
     IS_EARLY: gl.constexpr = THEN == 1 and not IS_SHARED and RESULTS * TOKENS <= 1024 * WARPS
     if IS_EARLY:
@@ -173,7 +175,7 @@ def overlapping_product_kernel(
                     squares += block * block
             acc = warpgroup_mma_wait(PENDING, deps=(acc,))
             if EACH > STAGES:
-                # The stage of the round before: all warps are through with it.
+                # After this barrier all warps are done with the previous round's stage, which is refilled.
                 thread_barrier()
                 free = (i + STAGES - 1) % STAGES
                 ahead = i + STAGES - 1
@@ -188,7 +190,8 @@ def overlapping_product_kernel(
             total += acc
     if TURNS > 1:
         acc = total
-    # What follows takes the stages' memory, from which another warp may still be multiplying: a wait is for one's own.
+    # What follows reuses the stages' memory, from which another warp may still be multiplying: a warp's wait covers
+    # only its own products.
     thread_barrier()
 
     if IS_GATE:
@@ -236,7 +239,7 @@ def overlapping_product_kernel(
 
 @gluon.jit(do_not_specialize=["T"])
 def scale_kernel(x_TK, scale_T, T, eps, K: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr):
-    # As the product computes it, in the same order.
+    # Computed as in the product, in the same order.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     t = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     k = gl.arange(0, 64, gl.SliceLayout(0, layout))
@@ -249,7 +252,7 @@ def scale_kernel(x_TK, scale_T, T, eps, K: gl.constexpr, TOKENS: gl.constexpr, W
 
 
 def by_blocks(matrix: torch.Tensor, tile: list[int]) -> TensorDescriptor:
-    """[rows, K], or [2, rows, K], seen by blocks of inputs; the tile is blocks, (2,) rows."""
+    """[rows, K] or [2, rows, K], viewed as blocks of inputs. tile: [blocks, rows] or [blocks, 2, rows]."""
     *rows, inputs = matrix.shape
     shape, strides = [inputs // BLOCK, *rows, BLOCK], [BLOCK, *matrix.stride()[:-1], 1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))

@@ -1,12 +1,12 @@
-"""Products with weights of fewer bits, turned into numbers in registers: for as many tokens as reading weights bounds.
+"""Products with quantised weights, dequantised in registers: for so few tokens that reading weights is the bottleneck.
 
     out[t, o] (+)= sum over groups g of scale[g, o] * sum over i in g of (code[o, i] - zero[g, o]) * x[t, i]
 
-Codes are integers of 4 or 8 bits (model/quantization/grouped.py), exact in bf16 with their zero point taken off, or
-e4m3 with one scale per output (model/quantization/rounding.py). Weights stand on the side of the product whose
-instruction has one size and go there from registers. A matrix is cut into tiles of outputs and, where those are too few
-to fill the device, its inputs into splits; the program that ends a tile's last split adds them up in order, so that the
-sum does not depend on timing.
+Codes are integers of 4 or 8 bits (model/quantization/grouped.py), exact in bf16 after subtracting their zero point, or
+e4m3 with one scale per output (model/quantization/rounding.py). Weights are on the side of the product where the
+instruction has a fixed size, as an operand in registers. A matrix is cut into tiles of outputs and, if those are too
+few to fill the device, its inputs into splits; the program that finishes a tile's last split adds them up in order, so
+that the sum does not depend on timing.
 
 Legend: T tokens · O outputs · I inputs · G groups · W bytes of a row of codes · X splits.
 """
@@ -28,13 +28,13 @@ MAX_SPLITS = 16
 MIN_BLOCK = 32
 FLOATS, NIBBLES, BYTES = 0, 1, 2
 VECTOR_TOKENS = 1
-"""Up to here sums are made without matrix instructions, whose operands take longer to lay out than to multiply."""
+"""Up to here sums are computed without matrix instructions, whose operands take longer to lay out than to multiply."""
 VECTOR_OUTPUTS, VECTOR_UNROLL, VECTOR_PROGRAMS = 16, 4, 792
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantTiles:
-    """Outputs and tokens of a tile, a program's warps, its loop's stages, and programs wanted at least."""
+    """outputs, tokens: of a tile. warps: of a program. stages: of its loop. programs: the least number wanted."""
 
     outputs: int = 64
     tokens: int = 16
@@ -44,21 +44,22 @@ class QuantTiles:
 
     @classmethod
     def of(cls, num_tokens: int) -> "QuantTiles":
-        """By the number of tokens (bench/RESULTS.md)."""
+        """Tiles for this number of tokens (bench/RESULTS.md)."""
         tokens = min(64, max(16, next_power_of_2(num_tokens)))
         return cls(tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantScratch:
-    """part_XTO: float32, sums of splits. arrived: int32, zero between launches. One for all products of a stream."""
+    """part: float32, sums of splits [X, T, O]. arrived: int32, zero between launches. One for all products of a
+    stream."""
 
     part: torch.Tensor
     arrived: torch.Tensor
 
     @classmethod
     def allocate(cls, *, max_outputs: int, max_tokens: int, device: torch.device | str) -> "QuantScratch":
-        """For matrices of up to max_outputs and up to max_tokens."""
+        """For matrices of up to max_outputs outputs and up to max_tokens tokens."""
         return cls(
             torch.empty(MAX_SPLITS * max_outputs * max_tokens, dtype=torch.float32, device=device),
             torch.zeros(max_outputs * max_tokens, dtype=torch.int32, device=device),
@@ -66,14 +67,14 @@ class QuantScratch:
 
 
 def splits_of(weight: QuantizedWeight, num_tiles: int, tiles: QuantTiles) -> int:
-    """Into how many splits the inputs are cut: a divisor of the number of blocks, so that all are of one length."""
+    """Number of splits of the inputs: a divisor of the number of blocks, so that all have the same length."""
     blocks, wanted = weight.num_inputs // block_of_loop(weight), -(-tiles.programs // num_tiles)
     fitting = [count for count in range(1, MAX_SPLITS + 1) if blocks % count == 0]
     return next((count for count in fitting if count >= wanted), fitting[-1])
 
 
 def vector_splits(weight: QuantizedWeight, num_tiles: int) -> tuple[int, int]:
-    """Splits of the kernel without matrix instructions, and the inputs of each."""
+    """(splits, inputs of each) for the kernel without matrix instructions."""
     turn = block_of_loop(weight) * VECTOR_UNROLL
     turns = -(-weight.num_inputs // turn)
     length = -(-turns // max(1, min(MAX_SPLITS, turns, -(-VECTOR_PROGRAMS // num_tiles))))
@@ -103,7 +104,8 @@ def quant_product_reference(x_TI: torch.Tensor, weight: QuantizedWeight) -> torc
     return x_TI.float() @ weight.dequantized().T
 
 
-# Four codes of 4 bits at a time to bf16: 0x4300 | code is 128 + code, from which 128 + zero is taken.
+# Converts the 4-bit codes of four bytes at a time to bf16: 0x4300 | code is 128 + code, from which 128 + zero is
+# subtracted.
 _NIBBLES_TO_BF16 = tl.constexpr(
     """
     {
@@ -129,7 +131,7 @@ _NIBBLES_TO_BF16 = tl.constexpr(
 
 @triton.jit
 def _nibbles(codes, zero, element: tl.constexpr, FAST: tl.constexpr):
-    """Low and high codes [O, W] less their zero points [O]."""
+    """Low and high codes [O, W] minus their zero points [O]."""
     if FAST:
         taken = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16)[:, None], codes.shape)
         return tl.inline_asm_elementwise(
@@ -221,7 +223,7 @@ def _quant_product_kernel(
 
 @triton.jit
 def _integer(code, zero):
-    # 2^23 | code in the bits of a float32 is 2^23 + code: cheaper than a conversion.
+    # The bits of 2^23 as float32, or-ed with the code, are 2^23 + code: cheaper than a conversion.
     bits = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
     return bits - (zero + 8388608.0)[:, None]
 
@@ -318,7 +320,7 @@ def quant_product(
     *,
     tiles: QuantTiles | None = None,
 ) -> None:
-    """out_TO = x_TI @ weight^T without bias, summed in float32 and rounded once. x and out of one float dtype.
+    """out_TO = x_TI @ weight^T without bias, summed in float32 and rounded once. x and out have the same float dtype.
 
     Raises ValueError if a tensor does not fit.
     """
@@ -333,7 +335,7 @@ def quant_add_product(
     *,
     tiles: QuantTiles | None = None,
 ) -> None:
-    """out_TO += x_TI @ weight^T; else as `quant_product`."""
+    """out_TO += x_TI @ weight^T; otherwise as `quant_product`."""
     _launch(x_TI, weight, out_TO, scratch, tiles, adds=1)
 
 
@@ -384,7 +386,7 @@ def _check_scratch(scratch: QuantScratch, part_elements: int, num_tiles: int) ->
 
 
 def _operands(weight: QuantizedWeight) -> tuple[torch.Tensor, ...]:
-    """The kernel's tensors, the codes in the place of those that are not there; then the format and the group."""
+    """The kernel's tensors, with the codes in place of absent ones; then the format and the group size."""
     if isinstance(weight, Fp8Weight):
         codes = weight.code_OI
         return codes, weight.scale_O, codes, codes, codes, FLOATS, weight.num_inputs  # type: ignore[return-value]

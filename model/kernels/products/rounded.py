@@ -1,10 +1,10 @@
-"""Products of e4m3 weights with tokens that are rounded to e4m3, too, each by its own scale, on tensor cores.
+"""Products of e4m3 weights with tokens that are also rounded to e4m3, each with its own scale, on tensor cores.
 
     out[t, o] (+)= scale[t] * scale[o] * sum over i of code[t, i] * code[o, i]
 
-A library does products of many tokens well. Those of some dozens it cuts into fewer tiles than there are
-multiprocessors, and adds nothing to a residual stream: here inputs are cut into splits, too, as in
-model/kernels/products/split_k.py, and what is added to is read where the sum is complete.
+A library is fast for many tokens. For a few dozen it uses fewer tiles than there are multiprocessors, and it cannot add
+to a residual stream: here the inputs are split as well, as in model/kernels/products/split_k.py, and the stream is read
+once the sum is complete.
 
 Legend: T tokens · O outputs · I inputs · D model dim. Must not know: layers.
 """
@@ -19,22 +19,22 @@ from octavo.model.kernels.checks import check_tensor, next_power_of_2
 from octavo.model.kernels.products.split_k import SplitKCut, SplitKRoom
 from octavo.model.quantization.rounding import FP8, FP8_MAX, Fp8Weight
 
-INPUTS = 128  # of a tile: a row of shared memory
+INPUTS = 128  # of a tile: one row of shared memory
 MAX_SPLITS = 16
-LEAST_BLOCKS = 4  # of inputs in a split: the loop's stages need some to overlap
+LEAST_BLOCKS = 4  # of inputs in a split: the loop's stages need several to overlap
 SILU_BLOCK, SILU_WARPS = 4096, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedTokens:
-    """code_TI: e4m3. scale_T: float32, of each token."""
+    """code_TI: e4m3. scale_T: float32, one per token."""
 
     code_TI: torch.Tensor
     scale_T: torch.Tensor
 
     @classmethod
     def empty(cls, num_tokens: int, num_inputs: int, device: torch.device | str) -> "RoundedTokens":
-        """Room for them."""
+        """Uninitialised memory for this many tokens."""
         return cls(
             torch.empty(num_tokens, num_inputs, dtype=FP8, device=device),
             torch.empty(num_tokens, dtype=torch.float32, device=device),
@@ -45,19 +45,19 @@ class RoundedTokens:
 
 
 CUT = SplitKCut(outputs=128, tokens=64, inputs=INPUTS, warps=4, stages=6)
-PROGRAMS = 132  # that an H200 runs at once: one on each multiprocessor
+PROGRAMS = 132  # as many as an H200 runs at once: one on each multiprocessor
 MOST_TOKENS = 64
-"""Beyond, the library was as fast or faster in whole steps (bench/RESULTS.md)."""
+"""With more, the library was as fast or faster in whole steps (bench/RESULTS.md)."""
 
 
 def cut_of(num_outputs: int, num_inputs: int) -> SplitKCut:
-    """As many splits as give every multiprocessor a program."""
+    """A cut with as many splits as give every multiprocessor a program."""
     tiles, blocks = CUT.num_tiles(MOST_TOKENS, num_outputs), -(-num_inputs // INPUTS)
     return replace(CUT, splits=max(1, min(MAX_SPLITS, PROGRAMS // tiles, blocks // LEAST_BLOCKS)))
 
 
 def room_of(shapes: list[tuple[int, int]], device: torch.device | str) -> SplitKRoom:
-    """For products with matrices of these outputs and inputs, of up to MOST_TOKENS."""
+    """Memory for products of up to MOST_TOKENS tokens with matrices of these (outputs, inputs)."""
     each = [(O, cut_of(O, I)) for O, I in shapes]
     return SplitKRoom.allocate(
         num_elements=max(cut.part_elements(MOST_TOKENS, O) for O, cut in each),
@@ -77,7 +77,7 @@ def _rounded_product_kernel(
     O: tl.constexpr, I: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of the same outputs are neighbours: the second finds the weights in the cache.
+    # Tiles of the same outputs are adjacent in the grid, so that the second finds the weights in the cache.
     token_tiles = tl.cdiv(T, TOKENS)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -88,7 +88,7 @@ def _rounded_product_kernel(
     k = tl.arange(0, INPUTS)
     blocks: tl.constexpr = (I + INPUTS - 1) // INPUTS
     each: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
-    # Rows behind the end are the first one's, which costs less than masks; nothing of them is stored.
+    # Rows beyond the end read the first row, which costs less than masks; nothing of them is stored.
     weight = code_OI + tl.where(is_output, o, 0).to(tl.int64)[:, None] * I + k[None, :]
     token = code_TI + tl.where(is_token, t, 0).to(tl.int64)[:, None] * I + k[None, :]
     acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
@@ -123,7 +123,7 @@ def _rounded_product_kernel(
 
 
 def rounded_product(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor, room: SplitKRoom) -> None:
-    """out_TO = tokens @ weight^T without bias, summed in float32 and rounded once, of at most MOST_TOKENS.
+    """out_TO = tokens @ weight^T without bias, summed in float32 and rounded once; for at most MOST_TOKENS tokens.
 
     Raises ValueError if a tensor or the room does not fit.
     """
@@ -131,7 +131,7 @@ def rounded_product(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tens
 
 
 def rounded_add_product(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor, room: SplitKRoom) -> None:
-    """out_TO += tokens @ weight^T; else as `rounded_product`."""
+    """out_TO += tokens @ weight^T; otherwise as `rounded_product`."""
     _launch(tokens, weight, out_TO, room, adds=1)
 
 
@@ -164,7 +164,7 @@ def _silu_round_kernel(
     d = tl.arange(0, WIDTH)
     i = tl.arange(0, BLOCK)
     gates, ups = (), ()
-    # Everything is loaded before the sum of squares, whose barrier no load crosses.
+    # Everything is loaded before the sum of squares, since no load is moved across its barrier.
     for block in tl.static_range(BLOCKS):
         at = i + block * BLOCK
         gates = gates + (tl.load(gate_up + t * 2 * I + at, mask=at < I, other=0.0),)  # noqa: RUF005
@@ -176,7 +176,7 @@ def _silu_round_kernel(
     for block in tl.static_range(BLOCKS):
         gate = gates[block].to(tl.float32) * scale
         up = ups[block].to(tl.float32) * scale
-        # Rounded to the model's dtype first, as what stands in memory is.
+        # First rounded to the model's dtype, as `silu_mul` does when it writes to memory.
         act = (gate / (1.0 + tl.exp(-gate)) * up).to(x_TD.dtype.element_ty).to(tl.float32)
         most = tl.maximum(most, tl.abs(act))
         acts = acts + (act,)  # noqa: RUF005
@@ -190,7 +190,8 @@ def _silu_round_kernel(
 
 
 def silu_round(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out: RoundedTokens, eps: float) -> None:
-    """`silu_mul` (activation.py) and `round_rows` (unpack.py) at once, the same to the bit. gate_up and x of one dtype.
+    """`silu_mul` (activation.py) and `round_rows` (unpack.py) in one kernel, with the same bits. gate_up and x of one
+    dtype.
 
     Raises ValueError if a tensor does not fit.
     """

@@ -1,8 +1,8 @@
-"""Products of some dozens of tokens with a matrix: weights on the side of the product whose instruction is wide.
+"""Products of a few dozen tokens with a matrix: weights are on the side of the product where the instruction is wide.
 
-A library puts the tokens there, where 8 of them fill an eighth of it, and seldom cuts the sum over the inputs, so few
-of the device's multiprocessors read weights at once. Here a program takes a tile of outputs and one split of the
-inputs; the one that finishes a tile last adds the splits up in their order, so the sum does not depend on timing.
+A library puts the tokens there, where 8 of them fill an eighth of it, and seldom splits the sum over the inputs, so
+that few of the device's multiprocessors read weights at once. Here a program takes a tile of outputs and one split of
+the inputs; the one that finishes a tile last adds up the splits in order, so that the sum does not depend on timing.
 
     weight_OK   |-- split 0 --|-- split 1 --|-- split 2 --|        parts [tile, split], then out_TO
     tile of O   |  program    |  program    |  program    |
@@ -24,7 +24,7 @@ from octavo.model.kernels.rows import rms_scale_reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKCut:
-    """Outputs and tokens of a tile, inputs taken at once, splits of the inputs; a program's warps and stages."""
+    """outputs, tokens: of a tile. inputs: taken at once. splits: of the inputs. warps, stages: of a program."""
 
     outputs: int = 64
     tokens: int = 16
@@ -34,19 +34,19 @@ class SplitKCut:
     stages: int = 4
 
     def fitting(self, weight: torch.Tensor, *, matrices: int = 1) -> "SplitKCut":
-        """With no more stages than programs on the weight's device have shared memory for. matrices: of the weight, of
-        which a program takes a tile each."""
+        """This cut, with no more stages than fit into a program's shared memory on the weight's device. matrices: that
+        the weight consists of; a program takes a tile of each."""
         if not weight.is_cuda:
             return self
         stage_bytes = (matrices * self.outputs + self.tokens) * self.inputs * weight.element_size()
         return _with_stages(self, 1 + _shared_bytes(weight.device) // stage_bytes)  # one is in registers
 
     def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
-        """Tiles of a product."""
+        """Number of tiles of a product."""
         return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
 
     def part_elements(self, num_tokens: int, num_outputs: int) -> int:
-        """float32 elements of room for the parts."""
+        """Memory for the parts, in float32 elements."""
         return self.num_tiles(num_tokens, num_outputs) * self.splits * self.outputs * self.tokens
 
 
@@ -62,14 +62,14 @@ def _shared_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitKRoom:
-    """What products need beside their result: parts float32, and arrived int32, zero between launches."""
+    """What products need besides their result. parts: float32. arrived: int32, zero between launches."""
 
     parts: torch.Tensor
     arrived: torch.Tensor
 
     @classmethod
     def allocate(cls, *, num_elements: int, num_tiles: int, device: torch.device | str) -> "SplitKRoom":
-        """For products of at most so many elements of parts and tiles."""
+        """For products with at most this many elements of parts, and tiles."""
         return cls(
             parts=torch.empty(num_elements, dtype=torch.float32, device=device),
             arrived=torch.zeros(num_tiles, dtype=torch.int32, device=device),
@@ -200,8 +200,8 @@ def _dot_gate_up_kernel(
 
 
 def dot_gate_up(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, eps: float, cut: SplitKCut) -> None:
-    """act_TI = silu(gate) * up of RMSNorm(x_TD), its weight folded into gate_up_ED [2I, D]. All of one dtype; the cut's
-    splits do not count.
+    """act_TI = silu(gate) * up of RMSNorm(x_TD), with the norm's weight folded into gate_up_ED [2I, D]. All of one
+    dtype; the cut's splits are ignored.
 
     Raises ValueError if a tensor does not fit.
     """

@@ -1,4 +1,4 @@
-"""What products of many tokens need: a matrix of integers as plain weights, and tokens rounded to e4m3.
+"""Preparation for products of many tokens: integers unpacked to plain weights, and tokens rounded to e4m3.
 
 Legend: O outputs · I inputs · G groups · T tokens.
 """
