@@ -1,11 +1,11 @@
 """Attention of one new token per sequence over its paged context, from the raw QKV product.
 
-One kernel does what follows the QKV multiplication: scale of the RMSNorm (its weight is folded into the matrix), bias
-and norm of each query and key head (for families that have them: model/families), RoPE, the write of the new key and
-value into the cache, and attention of all query heads of a KV head together
-(GQA, arXiv:2305.13245). Contexts are cut into chunks (model/kernels/attention/decode_work.py, split-KV as in
-Flash-Decoding); the program that finishes a sequence's last chunk combines them, in chunk order, so that the sum does
-not depend on timing. On devices of an H100's kind model/kernels/attention/decode_ring.py has the kernel.
+One kernel does everything after the QKV product: scale of the RMSNorm (its weight is folded into the matrix), bias and
+norm of each query and key head (for families that have them: model/families), RoPE, the write of the new key and value
+to the cache, and attention of all query heads of a KV head together (GQA, arXiv:2305.13245). Contexts are split into
+chunks (model/kernels/attention/decode_work.py, split-KV as in Flash-Decoding); the program that finishes a sequence's
+last chunk combines them, in chunk order, so that the sum does not depend on timing. Hopper devices use the kernel in
+model/kernels/attention/decode_ring.py.
 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|      the last chunk also has the new token
     positions       0                                           p
@@ -28,13 +28,13 @@ from octavo.model.kernels.attention.rope_write import finished_heads
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
 from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
-COMBINED_ELEMENTS = 2048  # of partial results that are loaded at once: twice as many double the registers
+COMBINED_ELEMENTS = 2048  # of partial results loaded at once: twice as many would double the registers
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiles:
-    """Tokens of a tile of keys and values, a program's warps, and its loop's stages
+    """tokens: of a tile of keys and values. warps: of a program. stages: of its loop
     (model/kernels/attention/paged_tile.py)."""
 
     tokens: int = 64
@@ -47,10 +47,11 @@ DEFAULT_TILES = DecodeTiles()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeArgs:
-    """What a step's layers share. position_R is the position of the new token: the number of cached tokens.
+    """Arguments that are the same for all layers of a step. position_R is the position of the new token: the number of
+    cached tokens.
 
-    cos_LH, sin_LH: float32 [L, H / 2]. overlap: with the kernels before and behind it; the first cached keys and values
-    are on their way before the wait. partial_out: float32 [W, N, H]; partial_ml: float32 [W, N, 2] (maximum, sum).
+    cos_LH, sin_LH: float32 [L, H / 2]. overlap: with the kernels before and after it; the first cached keys and values
+    are requested before the wait. partial_out: float32 [W, N, H]; partial_ml: float32 [W, N, 2] (maximum, sum).
     """
 
     rows_B: torch.Tensor
@@ -90,8 +91,7 @@ def decode_attention_reference(
     args: DecodeArgs,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The obvious reference in float32, one sequence after the other. Writes the pools too; returns out_BNH,
-    float32."""
+    """The obvious reference in float32, one sequence after another. Writes the pools too; returns out_BNH, float32."""
     N, K, H = args.num_heads, args.num_kv_heads, args.head_dim
     out_BNH = torch.empty(len(qkv_BC), N, H)
     for b, row in enumerate(args.rows_B.tolist()):
@@ -135,7 +135,7 @@ def _combined(
     partial_out, partial_ml, first, num_chunks, kv_head, is_head,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    # All chunks of a sequence for one KV head's queries, in their order: the weighted values, and the sum of weights.
+    # Combines all chunks of a sequence for one KV head's queries, in order: the weighted values and the sum of weights.
     m = tl.arange(0, GROUP)
     h = tl.arange(0, H)
     most = tl.full([GROUP], float("-inf"), tl.float32)
@@ -153,8 +153,8 @@ def _combined(
         base = tl.where(is_head, new_most, 0.0)
         shrink = tl.exp2(most - base)
         weight = tl.exp2(chunk_most - base[None, :])
-        # A bare product would be fused with the sum over lanes: rounded on one lane, not on the other, so that the last
-        # bit would depend on the lane whose copy of the sum is stored.
+        # Without the `where`, the product would be fused with the sum over lanes: rounded on one lane but not on the
+        # other, so that the last bit would depend on which lane's copy of the sum is stored.
         total = total * shrink + tl.sum(tl.where(is_part, chunk_total * weight, 0.0), 0)
         parts_acc = tl.where(is_part[:, :, None], chunk_acc * weight[:, :, None], 0.0)
         acc = acc * shrink[:, None] + tl.sum(parts_acc, 0)
@@ -164,8 +164,8 @@ def _combined(
 
 @triton.jit
 def _loaded_item(item):
-    # Row of the batch, row of the state, position of the new token; the chunk's begin and end, its number, how many the
-    # sequence has, and where its partial results begin.
+    # Row of the batch, row of the state, position of the new token; the chunk's begin, end and number, the number of
+    # chunks of the sequence, and where its partial results begin.
     b = tl.load(item)
     row = tl.load(item + 1)
     position = tl.load(item + 2)
@@ -182,8 +182,8 @@ def _query(
     qkv_BC, x_BD, bias_C, qk_norm_2H, b, q_at, q_mask, h, other_h, cos, sin, eps,
     C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # The group's query heads with bias, norm and position, and the RMSNorm's scale. Biases are loaded first: they do
-    # not wait for the product.
+    # The group's query heads with bias, norm and RoPE, and the RMSNorm's scale. Biases are loaded first: they do not
+    # depend on the product.
     if bias_C is not None:
         q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
         q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
@@ -204,7 +204,7 @@ def _query(
 
 @triton.jit
 def _new_key_and_value(qkv, bias_C, qk_norm_2H, k_at, v_at, h, other_h, cos, sin, scale, eps, k_pool, H: tl.constexpr):
-    # Of the new token, as the cache keeps them.
+    # The new token's, in the cache's dtype.
     k = tl.load(qkv + k_at + h).to(tl.float32) * scale
     if bias_C is not None:
         k += tl.load(bias_C + k_at + h).to(tl.float32)
@@ -306,11 +306,11 @@ def decode_attention(
     args: DecodeArgs,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> None:
-    """Write the new keys and values and put the attention of each sequence's new token into out_BNH.
+    """Write the new keys and values, and the attention of each sequence's new token to out_BNH.
 
-    qkv_BC: x_BD @ W^T with the norm's weight in W, without scale and bias. bias_C, qk_norm_2H: None where the family
-    has none; the norm's weights are those of queries, then of keys. args.work is planned for these rows. All of
-    one dtype (float32, float16, bfloat16), but for pools of e4m3. Raises ValueError if a tensor does not fit.
+    qkv_BC: x_BD @ W^T with the norm's weight in W, without scale and bias. bias_C, qk_norm_2H: None if the family has
+    none; the norm's weights are those of queries, then of keys. args.work must be planned for these rows. All of one
+    dtype (float32, float16, bfloat16), except that pools may be e4m3. Raises ValueError if a tensor does not fit.
     """
     (B,) = args.rows_B.shape
     N, K, H = args.num_heads, args.num_kv_heads, args.head_dim

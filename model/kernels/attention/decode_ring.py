@@ -1,9 +1,9 @@
-"""The kernel of decode attention for devices of an H100's kind: its programs keep a ring of tiles on their way.
+"""The kernel of decode attention for Hopper devices: its programs keep a ring of tiles in flight.
 
-It does what the kernel in model/kernels/attention/decode.py does, item for item, with the same arguments. But the loop
-that Triton makes of that one has a single buffer, and the compiler says when a copy is waited for. Here tiles of keys
-and values are copied into a ring in shared memory ahead of the one that is worked on, and a sequence's parts are loaded
-many at a time. Written in Gluon, which says where each number is kept; tests run it by tests/support/model/gluon.py.
+It does what the kernel in model/kernels/attention/decode.py does, item for item, with the same arguments. But Triton
+compiles that kernel's loop with a single buffer, and the compiler decides when to wait for a copy. Here tiles of keys
+and values are copied into a ring in shared memory ahead of the tile being processed, and a sequence's parts are loaded
+many at a time. Written in Gluon, with explicit layouts; tests run it by tests/support/model/gluon.py.
 
 Legend: as in model/kernels/attention/decode.py.
 """
@@ -23,16 +23,16 @@ from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 WARPS = 4
 REGISTERS = 128
-"""Of a thread at most, so that four programs fit on a multiprocessor."""
+"""The most of a thread, so that four programs fit on a multiprocessor."""
 MOST_QUERY = gl.constexpr(1024.0)
-"""What queries are scaled to where they meet float16: 64 channels of it and the largest e4m3 are a float32 sum."""
+"""Maximum to which queries are scaled for float16: a sum of 64 products with the largest e4m3 still fits float32."""
 GROUP = 16
-"""Query heads of a KV head, the rest of them padding: rows of the multiplying instruction."""
+"""Query heads of a KV head, padded to the rows of the matrix instruction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Tokens of a tile, tiles of the ring, and parts of a sequence that are loaded together, of groups of eight."""
+    """tokens: of a tile. tiles: of the ring. parts: of a sequence that are loaded together, for groups of eight."""
 
     tokens: int
     tiles: int
@@ -40,14 +40,14 @@ class Ring:
 
 
 RINGS = {64: Ring(tokens=64, tiles=2, parts=16), 128: Ring(tokens=32, tiles=3, parts=4)}
-"""The fastest ones, by head dim (bench/RESULTS.md)."""
+"""The fastest rings, by head dim (bench/RESULTS.md)."""
 SMALL_RINGS = {128: Ring(tokens=64, tiles=3, parts=4)}
-"""The same for e4m3; heads of 64 have not been measured with it."""
+"""The same for e4m3, with which heads of 64 have not been measured."""
 
 
 def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -> bool:
-    """Whether this is the kernel to take: 16-bit numbers over a cache of the same or of e4m3, heads that it was
-    measured with, on a device of the kind."""
+    """Whether this kernel should be used: for 16-bit numbers with a cache of the same dtype or of e4m3, and heads with
+    which it was measured, on a Hopper device."""
     _, K, _, H = k_pool_PKSH.shape
     return (
         qkv_BC.is_cuda
@@ -61,7 +61,7 @@ def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -
 
 
 def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> dict[str, Any]:
-    """The kernel's settings beside the shape, and how it is launched. element_size: of the cache."""
+    """The kernel's settings other than the shape, and its launch options. element_size: bytes, of the cache."""
     rings = SMALL_RINGS if element_size == 1 else RINGS
     ring, row_bytes, few = rings[head_dim], head_dim * element_size, next_power_of_2(num_heads // num_kv_heads)
     return {
@@ -89,7 +89,7 @@ def _copy_tile(
     keys, values, k_pool, v_pool, block, start, end, kv_head,
     K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    # Zeros behind the end: what the pool has there may be no number.
+    # Zeros beyond the end, where the pool may contain NaN.
     token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
     h = gl.arange(0, H, gl.SliceLayout(0, COPY))
     has = (token < end)[:, None] & (h >= 0)[None, :]
@@ -103,7 +103,7 @@ def _store_combined(
     partial_out, partial_ml, out_NH, first, num_chunks, kv_head,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, FEW: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    # All chunks of a sequence for one KV head's queries, in their order. A thread has all parts of its numbers.
+    # Combines all chunks of a sequence for one KV head's queries, in order. A thread has all parts of its numbers.
     LANES: gl.constexpr = H // 4
     BOX: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
     PARTS_BY_HEADS: gl.constexpr = gl.SliceLayout(2, BOX)
@@ -167,7 +167,7 @@ def ring_attention_kernel(
     C: gl.constexpr = (N + 2 * K) * H
     element: gl.constexpr = qkv_BC.dtype.element_ty
     cached: gl.constexpr = k_pool.dtype.element_ty
-    # e4m3 is exact in float16, to which one instruction converts two of them.
+    # e4m3 is exact in float16, to which one instruction converts two at once.
     factor: gl.constexpr = element if cached == element else gl.float16
     COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // (H // VECTOR), H // VECTOR], [WARPS, 1], [1, 0])
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [WARPS, 1], [1, 0])
@@ -176,7 +176,7 @@ def ring_attention_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
 
-    # The first tiles are on their way before anything else: they do not wait for the heads' sums.
+    # The first tiles are requested before anything else: they do not depend on the QKV product.
     keys_ring = gl.allocate_shared_memory(cached, [RING, TILE, H], SHARED)
     values_ring = gl.allocate_shared_memory(cached, [RING, TILE, H], SHARED)
     table = table_RM + row.to(gl.int64) * table_width
@@ -214,7 +214,7 @@ def ring_attention_kernel(
     q = (q * cos[None, :] + q_other * sin[None, :]) * log2_scale
     q_unit = 1.0
     if cached != element:
-        # Queries may be larger than float16's numbers: the cache's scales are in them.
+        # Queries may exceed float16's range, since they contain the cache's scales.
         q_most = gl.max(gl.max(gl.abs(q), 1), 0)
         q_unit = gl.where(q_most > 0.0, q_most / MOST_QUERY, 1.0)
         q = q / q_unit
@@ -252,7 +252,8 @@ def ring_attention_kernel(
     slot = 0
     for start in range(begin, end, TILE):
         async_copy.wait_group(RING - 2)
-        # All threads' copies have arrived, and all are done with the tile that the next copy overwrites.
+        # After this barrier all threads' copies have arrived, and all are done with the tile that the next copy
+        # overwrites.
         thread_barrier()
         if copied < end:
             free = gl.where(slot == 0, RING - 1, slot - 1)

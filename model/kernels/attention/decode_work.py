@@ -1,15 +1,16 @@
-"""How decode attention is divided among thread blocks: the work list of a step, made on the device.
+"""How decode attention is divided among programs: the work list of a step, computed on the device.
 
-Sequences differ in length; a thread block per sequence would leave most of the device waiting for the longest. So a
-context is cut into chunks of one length for the whole batch, chosen so that there are about `target_items` of them, and
-each chunk is one item. The list is made once per step and used by every layer; an item says all that its program needs
-to know, so that nothing is looked up on the way to the first keys. Whole chunks come first, then what is left of each
-sequence, the larger halves before the smaller: programs start in this order, and short ones should end the launch.
+Sequences differ in length; one program per sequence would leave most of the device waiting for the longest. So contexts
+are cut into chunks of one length for the whole batch, chosen so that there are about `target_items` of them, and each
+chunk is one item. The list is made once per step and used by every layer; an item has everything its program needs to
+know, so that nothing else is looked up before the first keys. Whole chunks come first, then the rest of each sequence,
+those longer than half a chunk before the others: programs start in this order, and the launch should end with short
+ones.
 
     positions [ 70, 300, 10 ], chunk 128   ->   whole chunks (1,0) (1,1), then ends (0,0) (1,2) (2,0); first parts 0 1 4
 
-In deterministic mode chunks are of one length whatever the batch (`FixedChunks`), an item is several of them, and the
-new token is in one, as it will be for the tokens behind it.
+In deterministic mode chunks have the same length whatever the batch (`FixedChunks`), an item is one or more of them,
+and the new token is in its chunk already, as it will be for later tokens.
 
 Legend: B sequences of the batch · R rows of the state · W capacity of the list.
 """
@@ -27,46 +28,46 @@ MIN_CHUNK_TOKENS = 128
 CHUNK_MULTIPLE = 64  # a chunk is whole rounds of the attention kernel
 ITEM_WORDS = 8
 WIDTHS = (16, 64, 256)
-"""Batches that a kernel plans for; beyond them powers of two."""
+"""Batch sizes that planning kernels are compiled for; beyond them, powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkLimits:
-    """How finely work is cut: into about target_items items, none shorter than min_chunk_tokens unless it is all."""
+    """How finely work is divided: into about target_items items, with chunks of at least min_chunk_tokens tokens."""
 
     target_items: int
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
 
     @classmethod
     def of(cls, num_kv_heads: int) -> "WorkLimits":
-        """An item is a program for each KV head."""
+        """Limits for this many KV heads, since an item is one program per KV head."""
         return cls(target_items=max(1, TARGET_PROGRAMS // num_kv_heads))
 
     def capacity(self, batch_size: int) -> int:
-        """Items that a batch can have at most."""
+        """The most items that a batch can have."""
         return batch_size + self.target_items
 
     def chunk_tokens(self, total_tokens: int) -> int:
-        """Tokens of a chunk for a batch whose contexts have so many tokens together."""
+        """Tokens of a chunk for a batch whose contexts have this many tokens in total."""
         even = -(-total_tokens // self.target_items)
         return max(self.min_chunk_tokens, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedChunks:
-    """Chunks of so many tokens at absolute positions, of contexts of up to max_context tokens; as many of them an item
-    that there are about target_items."""
+    """Chunks of `tokens` tokens at absolute positions, for contexts of up to max_context tokens. An item has as many
+    chunks as give about target_items items."""
 
     tokens: int
     max_context: int
     target_items: int
 
     def capacity(self, batch_size: int) -> int:
-        """Items that a batch can have at most, and parts."""
+        """The most items, and the most parts, that a batch can have."""
         return batch_size * -(-self.max_context // self.tokens)
 
     def chunk_tokens(self, total_tokens: int) -> int:
-        """Tokens of an item for a batch whose contexts have so many tokens together, the new ones among them."""
+        """Tokens of an item for a batch whose contexts have this many tokens in total, including the new ones."""
         return max(1, -(-total_tokens // (self.target_items * self.tokens))) * self.tokens
 
 
@@ -75,9 +76,9 @@ class DecodeWork:
     """The list, all int32 on the device. count_1: number of items.
 
     item_W8: (index in the batch, row, position, first token, end, index of the item, items of the sequence, where the
-    sequence's parts begin among all parts). An item has one part; in deterministic mode one for each of its chunks, but
-    for a sequence's last, which merges its own. arrived_BK: how many items of a sequence and KV head are done; zero
-    between launches.
+    sequence's parts begin among all parts). An item has one part; in deterministic mode one per chunk, except that a
+    sequence's last item merges its own. arrived_BK: number of finished items of a sequence and KV head; zero between
+    launches.
     """
 
     limits: WorkLimits | FixedChunks
@@ -93,7 +94,7 @@ class DecodeWork:
         device: torch.device | str,
         limits: WorkLimits | FixedChunks | None = None,
     ) -> "DecodeWork":
-        """Room for any lengths of up to max_batch sequences."""
+        """A list for any lengths of up to max_batch sequences."""
         limits = limits or WorkLimits.of(num_kv_heads)
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -173,7 +174,7 @@ def _plan_work_kernel(
 
 
 def _width(batch_size: int) -> int:
-    """Rows that a kernel of it takes: few widths, since each is compiled."""
+    """Rows of the kernel for this batch size: one of few widths, since each is compiled."""
     return next((width for width in WIDTHS if batch_size <= width), next_power_of_2(batch_size))
 
 

@@ -1,19 +1,19 @@
-"""Attention whose result for a token does not depend on the batch, on how its prompt was cut, or on whether it came as
-a token of a prompt or was decoded: one kernel for all of them.
+"""Attention whose result for a token does not depend on the batch, on how its prompt was split, or on whether the token
+was part of a prompt or decoded: one kernel for all cases.
 
-A context is cut at absolute positions into chunks, and a chunk into tiles of keys. Within a chunk the softmax streams
-over the tiles (FlashAttention-2, arXiv:2307.08691); the chunks' results are then merged in order. A token's own path
-through this is a function of its position alone: keys behind it have a weight of zero, which changes no bit of a sum.
+A context is split at absolute positions into chunks, and a chunk into tiles of keys. Within a chunk the softmax streams
+over the tiles (FlashAttention-2, arXiv:2307.08691); the chunks' results are then merged in order. The operations for a
+token depend on its position alone: later keys have a weight of zero, which changes no bit of a sum.
 
     context    |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|
     prompt     one program goes through the chunks and merges as it goes
     decode     a program for each chunk leaves its part, a second kernel merges them by the same operations
 
 A program's rows are (token, query head) pairs of one KV head, so that keys are read once for the whole group: nine
-tokens of seven heads, or one token's seven. Rows of a matrix instruction do not touch each other.
+tokens of seven heads, or one token's seven. Rows of a matrix instruction do not affect each other.
 
-Multiplications whose product is added are written as fma where the compiler could fuse either of two: else two kernels
-that do the same could round differently.
+If the compiler could fuse either of two multiplications with the addition of their products, fma is written out:
+otherwise two kernels that do the same could round differently.
 
 Legend: T tokens · N query heads · K kv heads · G = N / K · H head dim · R rows of the state · M table width ·
 P blocks · S block size · I items · B decodes · W parts.
@@ -29,7 +29,7 @@ from octavo.model.kernels.attention.invariant_work import CHUNK_TOKENS, Invarian
 from octavo.model.kernels.checks import check_tensor
 from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
-ROWS = 64  # of a program: the matrix instruction's own
+ROWS = 64  # of a program: those of the matrix instruction
 KEYS = 64
 WARPS = 4
 STAGES = 3
@@ -40,7 +40,7 @@ LOG2_E = 1.4426950408889634
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
-    """Tokens of a prompt that one program takes. Raises ValueError if a group of heads does not fit."""
+    """Tokens of a prompt that one program processes. Raises ValueError if a group of heads does not fit."""
     group = num_heads // num_kv_heads
     if num_heads % num_kv_heads or group > ROWS:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} KV heads: need whole groups of at most {ROWS}")
@@ -49,8 +49,8 @@ def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParts:
-    """What chunks of decodes leave. out_WNH: float32, sums of weighted values. most_WN, total_WN: float32, the largest
-    score (base 2) and the sum of weights. num_programs: of the attention kernel."""
+    """Results of the chunks of decodes. out_WNH: float32, sums of weighted values. most_WN, total_WN: float32, the
+    largest score (base 2) and the sum of weights. num_programs: of the attention kernel."""
 
     out_WNH: torch.Tensor
     most_WN: torch.Tensor
@@ -61,7 +61,7 @@ class AttentionParts:
     def allocate(
         cls, max_decodes: int, max_chunks: int, num_heads: int, head_dim: int, device: torch.device | str
     ) -> "AttentionParts":
-        """For any lengths; contexts of one chunk need none."""
+        """Parts for contexts of any length; those of one chunk need none."""
         parts = max_decodes * max_chunks if max_chunks > 1 else 1
 
         def empty(*shape: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ class AttentionParts:
 
 @triton.jit
 def _merge(acc, most, total, chunk_acc, chunk_most, chunk_total):
-    """Both as [rows, H], [rows], [rows]. Nothing seen yet: most is -inf, the others 0."""
+    """What was merged so far, and a chunk, both as [rows, H], [rows], [rows]. Initially most is -inf, the others 0."""
     new_most = tl.maximum(most, chunk_most)
     base = tl.where(new_most == float("-inf"), 0.0, new_most)
     shrink = tl.exp2(most - base)
@@ -168,7 +168,7 @@ def _merge_parts_kernel(
     total = tl.zeros([HEADS], tl.float32)
     for begin in range(0, chunks, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            # A part behind the last one changes nothing: its maximum is -inf.
+            # A part beyond the last one changes nothing: its maximum is -inf.
             has = is_head & (begin + i < chunks)
             at = (first + begin + i) * N + n
             c_most = tl.load(most_WN + at, mask=has, other=float("-inf"))
@@ -193,10 +193,10 @@ def invariant_attention(
     num_decodes: int,
     overlap: Overlap = Overlap.NONE,
 ) -> None:
-    """Put the attention of every token in the list into out_TNH; other tokens stay as they are.
+    """Write the attention of every token in the list to out_TNH; other tokens are left as they are.
 
-    q, pools, out of one dtype (float32, float16, bfloat16); the keys and values of all listed tokens are in the pools
-    already. num_decodes: the step's first tokens, as the list was planned. The reference is
+    q, pools, out of one dtype (float32, float16, bfloat16); the keys and values of all listed tokens must be in the
+    pools. num_decodes: number of decodes, the step's first tokens, as planned in the list. The reference is
     model.kernels.attention.prefill.prefill_attention_reference. Raises ValueError if a tensor does not fit.
     """
     T, N, H = q_TNH.shape

@@ -1,8 +1,8 @@
 """Attention of deterministic mode on Hopper GPUs: prompts by warp groups (warp_groups.py), decodes by a kernel of their
 own (invariant_ring.py), with the same bits for a token either way.
 
-Where these do not fit or do not compile, one kernel does both (invariant.py), whose bits are others: a worker takes one
-of the two for all its tokens.
+If these do not fit or do not compile, one kernel does both (invariant.py), with different bits: a worker uses one of
+the two for all its tokens.
 
 Legend: T tokens · B sequences · N query heads · K kv heads · H head dim · C = (N + 2K)·H · D model dim · R rows of the
 state · M table width · P blocks · S block size · W tiles. Must not know: layers.
@@ -22,24 +22,24 @@ from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of
 from octavo.model.kernels.precompile import is_compiling
 
 CHUNK_TOKENS = 256
-"""Of a chunk of a context."""
+"""Tokens of a chunk of a context."""
 TILE = 128
 ROOMS = 3
-"""Of a tile's keys or its values each, in shared memory."""
+"""Buffers in shared memory, each for a tile's keys or its values."""
 GROUP = 16
-"""Query heads of a KV head, the rest of them padding: rows of the multiplying instruction."""
+"""Query heads of a KV head, padded to the rows of the matrix instruction."""
 WARPS = 4
 REGISTERS = {64: 128, 128: 255}
-"""Of a thread at most, by head dim: for four programs on a multiprocessor, for two."""
+"""The most of a thread, by head dim: for four programs on a multiprocessor, or for two."""
 TARGET_PROGRAMS, PROGRAMS_OF_SEQUENCE = 396, 2
-"""A launch has so many at least, and for each sequence and KV head; about as many items there are."""
+"""The least programs of a launch, and those per sequence and KV head; there are about as many items."""
 MERGED_AT_ONCE = 8
 
 
 def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
-    """Whether a worker with queries and pools like these takes these kernels: both compile there."""
+    """Whether a worker with queries and pools like these should use these kernels: both compile there."""
     num_heads, num_kv_heads = q_TNH.shape[1], k_pool_PKSH.shape[1]
-    work = _works_on.__wrapped__ if is_compiling() else _works_on  # what they only may do is asked again
+    work = _works_on.__wrapped__ if is_compiling() else _works_on  # not cached while the answer is provisional
     return (
         prefill_hopper.fits(q_TNH, k_pool_PKSH)
         and num_heads // num_kv_heads <= GROUP
@@ -48,7 +48,7 @@ def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
 
 
 def chunks_of(num_kv_heads: int, max_context: int) -> FixedChunks:
-    """How contexts of up to so many tokens are cut."""
+    """How contexts of up to max_context tokens are split."""
     return FixedChunks(
         tokens=CHUNK_TOKENS, max_context=max_context, target_items=max(1, TARGET_PROGRAMS // num_kv_heads)
     )
@@ -56,7 +56,8 @@ def chunks_of(num_kv_heads: int, max_context: int) -> FixedChunks:
 
 @cache
 def _works_on(device: torch.device, dtype: torch.dtype, N: int, K: int, S: int, H: int) -> bool:
-    """Whether the kernels compile: Gluon is experimental. The one of decodes is built here by a launch without work."""
+    """Whether the kernels compile: Gluon is experimental. The decodes' kernel is compiled here by a launch without
+    work."""
     q, pool = torch.zeros(1, N, H, dtype=dtype, device=device), torch.zeros(2, K, S, H, dtype=dtype, device=device)
     nobody, table = (
         torch.zeros(1, 4, dtype=torch.int32, device=device),
@@ -89,8 +90,8 @@ def attend_decodes(
     args: DecodeArgs,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> None:
-    """`decode.decode_attention` with contexts cut at absolute positions: args.work has `FixedChunks` of CHUNK_TOKENS.
-    All of one 16-bit dtype. Raises ValueError if a tensor does not fit."""
+    """`decode.decode_attention` with contexts split at absolute positions: args.work must have `FixedChunks` of
+    CHUNK_TOKENS. All of one 16-bit dtype. Raises ValueError if a tensor does not fit."""
     (B,), N, K, H = args.rows_B.shape, args.num_heads, args.num_kv_heads, args.head_dim
     dtype, S, D = qkv_BC.dtype, k_pool_PKSH.shape[2], x_BD.shape[1]
     check_tensor("qkv_BC", qkv_BC, shape=(B, (N + 2 * K) * H), dtype=dtype)
@@ -114,7 +115,7 @@ def attend_decodes(
 
 
 def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> dict[str, Any]:
-    """Of the decodes' kernel: its constants beside the step's, and how it is launched."""
+    """The constants of the decodes' kernel other than the step's, and its launch options."""
     return {
         "N": num_heads, "K": num_kv_heads, "H": head_dim, "GROUP": GROUP,
         "FEW": next_power_of_2(num_heads // num_kv_heads), "TILE": TILE,
@@ -134,7 +135,7 @@ def attend_prompts(
     tiles_W4: torch.Tensor,
     scale: float,
 ) -> None:
-    """`prefill.prefill_attention` of checked tensors that fit, in chunks at absolute positions."""
+    """`prefill.prefill_attention` for checked tensors that fit, in chunks at absolute positions."""
     if not prefill_hopper.attend(
         q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, scale * LOG2_E, chunk_tokens=CHUNK_TOKENS
     ):
@@ -156,7 +157,7 @@ def write_heads(
     eps: float,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> None:
-    """`rope_write.rope_write` with the bits that decodes have. All of one 16-bit dtype.
+    """`rope_write.rope_write` with the same bits as decodes. All of one 16-bit dtype.
 
     Raises ValueError if a tensor does not fit.
     """

@@ -1,16 +1,17 @@
-"""Deterministic mode's kernels in Gluon that go with those of warp groups: decode attention over tiles in shared
-memory, and queries, keys and values of prompts, with the same bits as a decode has them.
+"""The Gluon kernels of deterministic mode that complement warp_groups.py: decode attention over tiles in shared memory,
+and queries, keys and values of prompts, with the same bits as in a decode.
 
 A decoded token gets what warp_groups.py would give it in any tile of a prompt: the same tiles of keys at absolute
-positions, from its own one back, chunks that end at absolute positions and are merged from the last one back, and
-sums in the same order. The instructions that multiply are others (16 rows, not 64), whose bits are the same; tests
-compare them on a device. An item is one or more chunks, from its last one back: a sequence's last item merges its own
-at once, the others leave each to memory, and who is done last merges all. That gives the same bits for any items.
+positions, from its own tile backwards, chunks that end at absolute positions and are merged from the last one
+backwards, and sums in the same order. The matrix instructions differ (16 rows, not 64), but their bits are the same;
+tests compare them on a device. An item is one or more chunks, from its last one backwards: a sequence's last item
+merges its own at once, the others write each to memory, and the item that finishes last merges all. That gives the same
+bits however chunks are divided into items.
 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|
                                         <- tile 1 <- tile 0
 
-Shared memory has three rooms, each for a tile's keys or its values: while one is read, the next two are on their way.
+Shared memory has three rooms, each for a tile's keys or its values: while one is read, the next two are being loaded.
 
     rooms   K0 V0 K1   |QK0|  V1 V0 K1   |PV0|  V1 K2 K1   |QK1|  V1 K2 V2   ...
 
@@ -40,7 +41,7 @@ from octavo.model.kernels.overlap import start_next, wait_for_previous
 def _rows_of_tile(
     table, start, end, kv_head, K: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr
 ):  # fmt: skip
-    # Of the pool; -1 behind the end, where what the pool has may be no number.
+    # Rows of the pool; -1 beyond the end, where the pool may contain NaN.
     token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
     has = (token >= 0) & (token < end)
     block = gl.load(table + token // S, mask=has, other=0)
@@ -56,7 +57,7 @@ def _copy_rows(room, pool, rows, H: gl.constexpr, COPY: gl.constexpr):
 
 @gluon.jit
 def _put_row(rows_of_8, first_row, row, new, H: gl.constexpr, HEADS: gl.constexpr):
-    # Into shared memory, among the copied ones.
+    # Writes a new row to shared memory, among the copied ones.
     eight = rows_of_8.index((first_row + row) // 8)
     one = gl.arange(0, 8, gl.SliceLayout(1, HEADS))
     mask = (one == row % 8)[:, None] & (gl.arange(0, H, gl.SliceLayout(0, HEADS)) >= 0)[None, :]
@@ -68,7 +69,8 @@ def _store_merged(
     partial_out, partial_ml, out_NH, first, num_chunks, kv_head,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, FEW: gl.constexpr, AT_ONCE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    # All chunks of a sequence for one KV head's queries, from the last one back. Before the first there are none.
+    # Merges all chunks of a sequence for one KV head's queries, from the last one backwards. A chunk before the first
+    # is empty.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (H // 4), H // 4], [WARPS, 1], [1, 0])
     m = gl.arange(0, FEW, gl.SliceLayout(1, LAYOUT))
     h = gl.arange(0, H, gl.SliceLayout(0, LAYOUT))
@@ -102,7 +104,7 @@ def ring_kernel(
     CHUNK: gl.constexpr, AT_ONCE: gl.constexpr, WARPS: gl.constexpr, VECTOR: gl.constexpr, PHASE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Items one after the other for one KV head; see `invariant_hopper.attend_decodes`."""
+    """Items, one after another, for one KV head; see `invariant_hopper.attend_decodes`."""
     start_next(PDL)
     kv_head = gl.program_id(1)
     num_items = gl.load(count_1)
@@ -193,7 +195,8 @@ def ring_kernel(
         for start in range(last, begin - 1, -TILE):
             behind = gl.where(here == 0, 2, here - 1)
             async_copy.wait_group(1)
-            # All threads' copies have arrived, and all are done with the room that the next copy overwrites.
+            # After this barrier all threads' copies have arrived, and all are done with the room that the next copy
+            # overwrites.
             thread_barrier()
             if start > begin:
                 _copy_rows(rooms.index(behind), k_pool, rows, H, COPY)
@@ -207,7 +210,7 @@ def ring_kernel(
             shrink = exp2(most - base)
             zeros = gl.full([GROUP, TILE], 0.0, gl.float32, MMA)
             weight = exp2(gl.fma(score, zeros + log2_scale, zeros - base[:, None]))
-            # A thread has all the weights of a sum, as in warp_groups.py; with few sums, all of a query.
+            # A thread has all weights of a sum, as in warp_groups.py; with few sums, it has all weights of a query.
             summed = weight if SUMS == 8 * WARPS else gl.convert_layout(weight, LEFT)
             added = gl.convert_layout(gl.sum(gl.reshape(summed, [GROUP, TILE // SUMS, SUMS]), 1), MMA)
             sums = gl.fma(sums, gl.broadcast(for_rows_of(sums, shrink), sums)[0], added)

@@ -1,12 +1,12 @@
-"""The work of a step's attention in deterministic mode: one list for decodes and chunks, made on the device.
+"""The work of a step's attention in deterministic mode: one list for decodes and chunks, computed on the device.
 
-Contexts are cut into chunks of one fixed length at absolute positions, whatever the batch. A decode gets an item for
-each chunk of its context; a tile of a prompt's tokens gets one item, which goes through the chunks itself. Both are
-described alike, so that one kernel does both (model/kernels/attention/invariant.py).
+Contexts are split into chunks of one fixed length at absolute positions, whatever the batch. A decode gets an item for
+each chunk of its context; a tile of a prompt's tokens gets one item, which goes through the chunks itself. Both have
+the same form, so that one kernel does both (model/kernels/attention/invariant.py).
 
     item    row · first token · position of that token · tokens · first chunk · end chunk · part (NO_PART: none) · 0
 
-Items of tiles come first, at fixed places, empty ones included; those of decodes follow, as many as there are.
+Items of tiles come first, at fixed places, including empty ones; those of decodes follow, as many as there are.
 
 Legend: B decodes · W tiles · I items · R rows of the state.
 """
@@ -27,7 +27,7 @@ NO_PART = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InvariantWork:
-    """The list, all int32 on the device. item_I8: as above. count_1: items in all.
+    """The list, all int32 on the device. item_I8: as above. count_1: number of items in total.
 
     first_B: a decode's first part. chunks_B: how many chunks it has (with one it needs no parts).
     tile_tokens: of an item of a prompt. max_chunks: of the longest context.
@@ -44,7 +44,7 @@ class InvariantWork:
     def allocate(
         cls, *, max_decodes: int, max_tiles: int, max_context: int, tile_tokens: int, device: torch.device | str
     ) -> "InvariantWork":
-        """Room for any lengths of up to max_decodes decodes and for max_tiles tiles of QUERY_TILE tokens."""
+        """A list for any lengths of up to max_decodes decodes and for max_tiles tiles of QUERY_TILE tokens."""
         max_chunks = -(-max_context // CHUNK_TOKENS)
         capacity = max_tiles * items_of_tile(tile_tokens) + max_decodes * max_chunks
 
@@ -62,14 +62,14 @@ class InvariantWork:
 
 
 def items_of_tile(tile_tokens: int) -> int:
-    """Items that a tile of QUERY_TILE tokens is cut into."""
+    """Number of items that a tile of QUERY_TILE tokens is split into."""
     return -(-QUERY_TILE // tile_tokens)
 
 
 def plan_invariant_reference(
     decodes: list[tuple[int, int]], tiles: list[tuple[int, int, int, int]], tile_tokens: int
 ) -> list[tuple[int, ...]]:
-    """The obvious reference: items without the last field, empty ones of tiles included. decodes: (row, position)."""
+    """The obvious reference: items without the last field, including empty ones of tiles. decodes: (row, position)."""
     items: list[tuple[int, ...]] = []
     for row, first, position, count in tiles:
         for done in range(0, items_of_tile(tile_tokens) * tile_tokens, tile_tokens):

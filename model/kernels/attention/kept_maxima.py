@@ -1,15 +1,15 @@
-"""Tiles of keys that all queries of a prompt's tile see, weighed by a maximum that is kept: a part of warp_groups.py.
+"""Part of warp_groups.py: tiles of keys that all queries of a prompt's tile see, weighted with a maximum that is kept.
 
-A weight is exp2(score - maximum) for the range of numbers alone: bfloat16 and float32 are as exact at 2**60 as at 1. So
-a query's maximum is that of its newest tiles, which hold the query's own token: its weights add up to one at least. No
-tile behind them looks for a maximum, nothing is rescaled, and while one half of a tile is being weighed, the other's
-scores and the values of the half before are multiplied:
+In exp2(score - maximum) the maximum only keeps weights within a number's range: bfloat16 and float32 are as exact at
+2**60 as at 1. So a query keeps the maximum of its newest tiles, which contain its own token, so that its weights add up
+to at least one. Earlier tiles compute no maximum, nothing is rescaled, and while one half of a tile is being weighted,
+the other half's scores and the product with the values of the half before are computed:
 
     matrix units  | QK a | QK b | PV a  | QK a' | PV b  | QK b' | PV a'  |
     weights              | a    | b     | a'            | b'             |
 
-A query that meets scores too far above its maximum has a sum beyond `_HEAVIEST`, or infinite: warp_groups.py does its
-tile again, with a maximum of every tile. Must not know: which tiles.
+A query with scores too far above its maximum gets a sum above `_HEAVIEST`, or infinity: warp_groups.py then repeats its
+tile with the maximum of every tile. Must not know: which tiles.
 """
 
 from triton.experimental import gluon
@@ -27,12 +27,12 @@ from octavo.model.kernels.gluon import thread_barrier
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
 KEYS = gl.constexpr(128)  # of a tile
 HALF = gl.constexpr(KEYS // 2)
-_HEAVIEST = gl.constexpr(2.0**96)  # times a value it is a float32 still, for values up to 2**31
+_HEAVIEST = gl.constexpr(2.0**96)  # times a value of up to 2**31, it is still a float32
 
 
 @gluon.jit
 def in_columns(x, columns: gl.constexpr):
-    """[rows, number, columns]: several short chains of maxima or additions instead of a long one."""
+    """x as [rows, number, columns], for several short chains of maxima or additions instead of a long one."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // columns, columns])
 
 
@@ -48,7 +48,7 @@ def _round(
     acc, total, most, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, step, log2_scale,
     BUFFERS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    # Between rounds nothing is being multiplied: what is carried around a loop the assembler waits for at once.
+    # No product is in flight between rounds: the assembler would wait at once for one that is carried around the loop.
     half_layout: gl.constexpr = most.type.layout.parent
     now = step % BUFFERS
     mbarrier.wait(k_full.index(now), (step // BUFFERS) & 1)
@@ -62,7 +62,8 @@ def _round(
             if half % 2 == 1:
                 mbarrier.wait(k_full.index(after), ((step + (half + 1) // 2) // BUFFERS) & 1)
             to_come = _multiply_half(q_smem, k_tiles, after, (half + 1) % 2, half_layout)
-        # Behind these scores: the values of the half before, but for the first one, and scores, but for the last one.
+        # Issued after these scores: the product with the values of the half before (except in the first half), and the
+        # next scores (except in the last half).
         score = warpgroup_mma_wait(1 if half == 0 or half + 1 == 2 * TILES else 2, deps=[weighed_now])
         if half % 2 == 0:
             mbarrier.wait(v_full.index(now), phase)
@@ -88,9 +89,9 @@ def stream_kept(
     acc, total, most, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, step, num_tiles, log2_scale,
     BUFFERS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """acc [queries, H] and total [queries, sums] with so many tiles more, and the step behind them.
+    """acc [queries, H] and total [queries, sums] with num_tiles more tiles, and the step after them.
 
-    most [queries]: what is kept. TILES: of a round, one or two.
+    most [queries]: the maxima that are kept. TILES: of a round, one or two.
     """
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     most = gl.convert_layout(most, gl.SliceLayout(1, half_layout))
@@ -108,7 +109,7 @@ def stream_kept(
 
 @gluon.jit
 def is_too_heavy(row_total, first, count):
-    """1 where the weights of a query add up to too much, else 0. first: of these, among `count` queries of the tile;
-    rows behind the last one may hold anything."""
+    """1 if the weights of any query add up to too much, else 0. first: number of the first row among the tile's `count`
+    queries; rows beyond the last query may hold anything."""
     is_query = first + gl.arange(0, QUERIES, row_total.type.layout) < count
     return gl.where(gl.max(gl.where(is_query, row_total, 0.0), 0) < _HEAVIEST, 0, 1)

@@ -6,7 +6,7 @@ values of its context, which are all in the cache already. Tiles are listed by t
     context of a tile   |------ all queries see these ------|-- each query sees up to itself --|
     positions           0                                   position                   position + count
 
-A Hopper GPU has another kernel for most of what it serves (prefill_hopper.py).
+Hopper GPUs have another kernel for most cases (prefill_hopper.py).
 
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · P blocks · S block
 size · W tiles.
@@ -31,7 +31,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiles:
-    """Keys of a tile, a program's warps, and how many tiles are on their way at once."""
+    """keys: of a tile. warps: of a program. stages: how many tiles are in flight at once."""
 
     keys: int = 64
     warps: int
@@ -39,8 +39,8 @@ class PrefillTiles:
 
     @classmethod
     def of(cls, head_dim: int, number_bytes: int = 2) -> "PrefillTiles":
-        """What an H100 runs fastest of this kernel (bench/RESULTS.md); of the widest heads, and of float32, what a
-        device has memory for. number_bytes: of a query."""
+        """The fastest tiles of this kernel on an H100 (bench/RESULTS.md); for the widest heads and float32, those that
+        fit into a device's memory. number_bytes: bytes of a query's number."""
         if number_bytes > 2:
             return cls(keys=32, warps=4) if head_dim <= 64 else cls(keys=16, warps=8, stages=2)
         return cls(keys=64 if head_dim <= 128 else 32, warps=8) if head_dim > 64 else cls(keys=128, warps=4)
@@ -49,7 +49,7 @@ class PrefillTiles:
 def list_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     """int32 [W, 4] tiles (row, first token, position of that token, count) from chunks of the same form.
 
-    Longest contexts first, so that the device's last wave is short.
+    Longest contexts come first, so that the device's last wave is short.
     """
     tiles = [
         (row, token + done, position + done, min(QUERY_TILE, count - done))
@@ -88,8 +88,8 @@ def _stream(
     K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     OFFSET: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    # Blocks are looked up one tile ahead: loads that depend on a load of their own round would cost the compiler's
-    # pipeline one of its buffers. Without causality there are whole tiles only.
+    # Blocks are looked up one tile ahead: loads that depend on a load of the same round would cost the compiler's
+    # pipeline one of its buffers. Without the causal mask there are only whole tiles.
     h = tl.arange(0, H)
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // S, mask=begin + key < end, other=0).to(OFFSET)
@@ -109,7 +109,7 @@ def _stream(
         if IS_CAUSAL:
             score = tl.where(has[None, :] & (token[None, :] <= query_position[:, None]), score, float("-inf"))
         new_most = tl.maximum(most, tl.max(score, 1))
-        # A query whose tile starts behind it has seen nothing yet: no maximum to subtract.
+        # A query that comes before the tile's keys has seen none yet: no maximum to subtract.
         base = tl.where(new_most == float("-inf"), 0.0, new_most)
         shrink = tl.exp2(most - base)
         weight = tl.exp2(score - base[:, None])
@@ -166,7 +166,7 @@ def prefill_attention(
     *,
     overlap: Overlap = Overlap.NONE,
 ) -> None:
-    """Put the attention of every token that a tile covers into out_TNH; other rows stay as they are.
+    """Write the attention of every token that a tile covers to out_TNH; other rows are left as they are.
 
     q, pools, out of one dtype, or pools of e4m3; table_RM and tiles_W4 int32 (`list_tiles`). Raises ValueError if a
     tensor does not fit.

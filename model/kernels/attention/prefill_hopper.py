@@ -1,6 +1,6 @@
-"""Prompt attention on Hopper GPUs: where a kernel of warp groups (warp_groups.py) takes the plain one's place.
+"""Prompt attention on Hopper GPUs: when a kernel of warp groups (warp_groups.py) replaces the plain one.
 
-The plain kernel of prefill.py computes the same, and serves wherever this one does not fit or does not compile.
+The plain kernel of prefill.py computes the same, and is used if this one does not fit or does not compile.
 
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · P blocks · S block
 size · W tiles. Must not know: layers.
@@ -22,16 +22,16 @@ from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.precompile import is_compiling
 
-LEAST_BLOCK = 8  # tokens: the rows of one pattern in shared memory
+LEAST_BLOCK = 8  # tokens: the rows of one swizzle pattern in shared memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What differs by head dim. buffers: tiles of keys, and of values, in shared memory. registers: of a thread that
-    computes, and of one that loads. keeps_order: whether the product with the values is only waited for behind the
-    exponentials, as it is written, or where the compiler likes. kept: tiles of a round whose maxima are kept. sums:
-    partial sums of a query's weights where contexts are cut: as many as the threads of a decode have each to itself
-    (invariant_ring.py) where registers hold them."""
+    """Settings that depend on the head dim. buffers: tiles of keys, and of values, in shared memory. registers: of a
+    thread that computes, and of one that loads. keeps_order: whether the product with the values is waited for after
+    the exponentials, as written, rather than where the compiler chooses. kept: tiles of a round whose maxima are kept.
+    sums: partial sums of a query's weights if contexts are split: as many as let each thread of a decode have its own
+    (invariant_ring.py), if registers hold them."""
 
     buffers: int
     registers: tuple[int, int]
@@ -41,19 +41,21 @@ class Form:
 
 
 LEAST_KEPT = 4096
-"""Tokens of a step from which on queries' maxima are kept: fewer do not make up for more instructions to fetch."""
+"""Tokens of a step from which on queries' maxima are kept: with fewer, it does not make up for fetching more
+instructions."""
 SUMS = 8
-"""Partial sums of a query's weights where contexts are not cut."""
+"""Partial sums of a query's weights if contexts are not split."""
 FORMS = {
     64: Form(buffers=3, registers=(232, 40), keeps_order=True, kept=2, sums=32),
     128: Form(buffers=2, registers=(240, 24), keeps_order=True, kept=1, sums=8),
 }
-"""The fastest forms of a prototype, which ran on an H100 and an H200 by itself (bench/RESULTS.md)."""
+"""The fastest forms of a prototype that was timed alone on an H100 and an H200 (bench/RESULTS.md)."""
 _compiled: dict[tuple[object, ...], bool] = {}
 
 
 def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
-    """Whether `attend` takes these: 16-bit numbers on a Hopper GPU, in head dims and blocks that a copy can take."""
+    """Whether `attend` supports these: 16-bit numbers on a Hopper GPU, with head dims and blocks that copies
+    support."""
     S, H = k_pool_PKSH.shape[2:]
     return (
         q_TNH.is_cuda
@@ -84,10 +86,10 @@ def attend(
     chunk_tokens: int = 0,
     overlap: Overlap = Overlap.NONE,
 ) -> bool:
-    """`prefill.prefill_attention` of checked tensors, where they fit and this compiles; whether it was done.
+    """`prefill.prefill_attention` for checked tensors, if they fit and this compiles. Returns whether it was done.
 
-    log2_scale: the scale times log2(e). chunk_tokens: of the chunks that contexts are cut into, whole tiles of keys; 0:
-    they are not cut.
+    log2_scale: the scale times log2(e). chunk_tokens: length of the chunks that contexts are split into, whole tiles of
+    keys; 0: they are not split.
     """
     if not fits(q_TNH, k_pool_PKSH):
         return False
@@ -104,7 +106,7 @@ def attend(
     arguments = (
         q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_RM.shape[1], num_items, num_rows, log2_scale
     )  # fmt: skip
-    # float16 has no room above a maximum that is not the last one; deterministic mode keeps the bits of its decodes.
+    # float16 has no range above a maximum that is not final; deterministic mode must match the bits of its decodes.
     keeps_maxima = T >= LEAST_KEPT and q_TNH.dtype is torch.bfloat16 and not chunk_tokens
     constants = {
         "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order, "CHUNK": chunk_tokens,
@@ -124,8 +126,8 @@ def attend(
 def _compiles(
     shape: tuple[object, ...], arguments: tuple[object, ...], constants: Mapping[str, object], grid: tuple[int]
 ) -> bool:
-    """Whether the kernel of this shape does, which is tried once: on another toolchain prompts are slower, not lost.
-    While kernels are compiled only, it may."""
+    """Whether the kernel of this shape compiles, tried once: with another toolchain prompts are slower, not lost. While
+    kernels are only being compiled, that is assumed."""
     if is_compiling():
         return True
     if shape not in _compiled:

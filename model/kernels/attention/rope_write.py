@@ -1,8 +1,8 @@
 """Queries, keys and values of many tokens from the raw QKV product: scale, bias, norm of each query and key head, RoPE,
-and the write into the cache.
+and the write to the cache.
 
 The prefill counterpart of what decode attention does for its one token. The scale is the RMSNorm's, one per token; its
-weight is folded into the matrix. Bias and norm of heads are compiled in only for the families that have them
+weight is folded into the matrix. Bias and norm of heads are only compiled in for families that have them
 (model/families).
 
 Legend: T tokens · R rows of the state · M table width · N query heads · K kv heads · H head dim · C = (N + 2K)·H, the
@@ -52,7 +52,7 @@ def rope_write_reference(
 def finished_heads(
     heads_C: torch.Tensor, bias_C: torch.Tensor | None, qk_norm_2H: torch.Tensor | None, K: int, H: int, eps: float
 ) -> torch.Tensor:
-    """float32 heads [N + 2 K, H] of one token before RoPE, the obvious way."""
+    """float32 heads [N + 2 K, H] of one token before RoPE, computed the obvious way."""
     heads_AH = (heads_C if bias_C is None else heads_C + bias_C.float()).view(-1, H)
     if qk_norm_2H is None:
         return heads_AH
@@ -135,11 +135,11 @@ def rope_write(
     *,
     overlap: Overlap = Overlap.NONE,
 ) -> None:
-    """Put the turned queries into q_TNH and the new keys and values into the pools.
+    """Write the rotated queries to q_TNH and the new keys and values to the pools.
 
-    bias_C, qk_norm_2H: None where the family has none; the norm's weights are those of queries, then of keys. row_T,
-    position_T, table_RM: int32; tokens of a negative row are padding and write no cache. cos_LH, sin_LH: float32
-    [L, H / 2]. The others of one dtype, or pools of e4m3. Raises ValueError if a tensor does not fit.
+    bias_C, qk_norm_2H: None if the family has none; the norm's weights are those of queries, then of keys. row_T,
+    position_T, table_RM: int32; tokens with a negative row are padding and do not write to the cache. cos_LH, sin_LH:
+    float32 [L, H / 2]. The others of one dtype; pools may be e4m3. Raises ValueError if a tensor does not fit.
     """
     T, N, H = q_TNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_TNH.dtype

@@ -1,24 +1,24 @@
-"""The kernel of prefill_hopper.py in Gluon: Triton with its layouts, copies and barriers written out.
+"""The kernel of prefill_hopper.py in Gluon: Triton with explicit layouts, copies and barriers.
 
-FlashAttention-3's form (arXiv:2407.08608) over paged keys and values. A program has three groups of warps, which speak
-through barriers in shared memory: `full` (copied) and `free` (read) of each buffer, `clean`: no value of the last tile
-lies behind the context, and `judged`: it is known which turns are done again.
+FlashAttention-3's form (arXiv:2407.08608) over paged keys and values. A program has three warp groups, which
+synchronise by barriers in shared memory: `full` (copied) and `free` (read) for each buffer, `clean` (no value of the
+last tile lies beyond the context) and `judged` (it is known which turns are repeated).
 
     producer      | K0 Q V0 | K1 V1 | K2 V2 | ...        copies into shared memory, block by block of the table
     consumer 0    | QK0 | exp 0 | QK1, PV0 | exp 1 | QK2, PV1 | exp 2 | ...        64 queries of one head
     consumer 1          | QK0 | exp 0 | QK1, PV0 | exp 1 | QK2, PV1 | exp 2 | ...  64 others
 
-Matrix units and exponentials take about as long as each other at a head dim of 64. A consumer's exponentials run beside
-the other's products and beside its own product of the tile before with the values. Tiles of keys are taken from the
-last one back, so that only the first ones need a mask. Programs stay, one on each multiprocessor, and go from one tile
-of queries and head to the next: the next one's inputs are on their way while this one ends.
+Matrix products and exponentials take about the same time at a head dim of 64. A consumer's exponentials overlap with
+the other consumer's products and with its own product of the previous tile with the values. Tiles of keys are taken
+from the last one backwards, so that only those taken first need a mask. Programs are persistent, one per
+multiprocessor, and go from one tile of queries and head to the next, whose inputs are loaded while this one ends.
 
-Behind the masked tiles a query's maximum is kept (kept_maxima.py; KEPT: tiles of such a round, 0: every tile has its
-own). Where that does not hold, the program does the tile of queries again at its end, with a maximum of every tile.
+After the masked tiles a query's maximum is kept (kept_maxima.py; KEPT: tiles of such a round, 0: every tile has its
+own). If that fails, the program repeats the tile of queries at its end, with the maximum of every tile.
 
-In deterministic mode a context is cut at absolute positions into chunks (CHUNK tokens; 0: none), whose results are
-merged from the last one back, as decodes of the mode merge theirs (invariant_ring.py). A token's bits are those of its
-position then: tiles of keys lie at absolute positions, and those behind it change nothing. A query's weights are added
+In deterministic mode a context is split at absolute positions into chunks (CHUNK tokens; 0: none), whose results are
+merged from the last one backwards, as decodes in that mode do (invariant_ring.py). A token's bits then depend on its
+position alone: tiles of keys are at absolute positions, and those after it change nothing. A query's weights are added
 up in SUMS partial sums, by the column of the tile.
 
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · S block size · W
@@ -40,15 +40,15 @@ from octavo.model.kernels.gluon import async_load, thread_barrier
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
 CONSUMERS = gl.constexpr(2)
-EIGHT = gl.constexpr(8)  # columns that one instruction's threads share: a query's maximum is one of so many
-COLUMNS = gl.constexpr(64)  # of one copy: as wide as a pattern in shared memory
+EIGHT = gl.constexpr(8)  # columns that one instruction's threads share: scores are first reduced to this many maxima
+COLUMNS = gl.constexpr(64)  # of one copy: as wide as a swizzle pattern in shared memory
 SMEM = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 SMEM_OF_QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 
 
 @gluon.jit
 def _item(turn):
-    # Items are sorted by length: every other round goes backwards, so that each program's sum is about the same.
+    # Items are sorted by length: every other round goes backwards, so that all programs have about the same work.
     programs, program = gl.num_programs(0), gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
@@ -60,7 +60,7 @@ def _num_turns(num_items):
 
 @gluon.jit
 def _turns_again(judged, again_smem, WARPS: gl.constexpr):
-    # Bits of turns that a consumer has to do again; turn 32 has the first one's. The other does them with it.
+    # Bits of the turns that a consumer has to repeat; turn 32 shares the first one's. Both consumers repeat them.
     mbarrier.wait(judged, 0)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(again_smem.index(0).load(layout), 0) | gl.max(again_smem.index(1).load(layout), 0)
@@ -68,7 +68,7 @@ def _turns_again(judged, again_smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _tile_of(item, num_items, tiles_W4, N: gl.constexpr):
-    # Row, first token, position, count; a count of 0 behind the last item.
+    # Row, first token, position, count; a count of 0 beyond the last item.
     at = tiles_W4 + item // N * 4
     has = item < num_items
     return (
@@ -81,7 +81,7 @@ def _tile_of(item, num_items, tiles_W4, N: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(pool_rows, rows, full, smem, buffer, BOXES: gl.constexpr, PARTS: gl.constexpr):
-    # A product's operand lies in shared memory as 64 columns of every token, then the next 64.
+    # In shared memory a product's operand is 64 columns of every token, then the next 64.
     for box in gl.static_range(BOXES):
         for part in gl.static_range(PARTS):
             room = smem.index((buffer * PARTS + part) * BOXES + box)
@@ -121,7 +121,7 @@ def _produce(
                     for box in gl.static_range(BOXES):
                         token = (num_tiles - 1 - i) * KEYS + box * BOX
                         block = gl.load(table + token // S, mask=token < end, other=0)
-                        # Rows behind the pool are copied as zeros.
+                        # Rows beyond the pool are copied as zeros.
                         row_of_pool = (block * K + item % N // (N // K)) * S + token % S
                         rows += (gl.where(token < end, row_of_pool, nowhere),)
                     mbarrier.wait(k_free.index(buffer), phase ^ 1)
@@ -148,7 +148,7 @@ def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
     new_most = gl.maximum(most, gl.convert_layout(highest, most.type.layout) * log2_scale)
     base = new_most
     if IS_MASKED:
-        # A query whose tile starts behind it has seen nothing yet: no maximum to subtract.
+        # A query that comes before the tile's keys has seen none yet: no maximum to subtract.
         base = gl.where(new_most == float("-inf"), 0.0, new_most)
     shrink = exp2(most - base)
     zeros = gl.zeros_like(score)
@@ -164,8 +164,8 @@ def _stream(
     position, log2_scale, whole, whole_most, whole_total,
     BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, IS_MASKED: gl.constexpr,
 ):  # fmt: skip
-    # Tiles from that of token `begin` back to that of `stop`. The weights of the tile before wait as float32: as 16-bit
-    # numbers the compiler would take them apart from one round to the next.
+    # Tiles from that of token `begin` back to that of `stop`, exclusive. The previous tile's weights are carried as
+    # float32: as 16-bit numbers the compiler would unpack them from one round to the next.
     score_layout: gl.constexpr = weight.type.layout
     zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
     key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, score_layout)), 0)
@@ -186,8 +186,8 @@ def _stream(
             total = gl.where(is_next, 0.0, total)
         weight, most, total, shrink = _weigh(score, most, total, log2_scale, IS_MASKED)
         if KEEPS_ORDER:
-            # Nobody reads this. It needs the weights, and what follows cannot be moved before it: otherwise the
-            # compiler waits for the product with the values first, and the exponentials have less to run beside.
+            # Nobody reads this. The store depends on the weights, and what follows cannot be moved before it: otherwise
+            # the compiler would wait for the product with the values first, and exponentials would overlap with less.
             scratch.store(total)
             thread_barrier()
             mbarrier.arrive(k_free.index(now))
@@ -206,7 +206,7 @@ def _stream(
 
 @gluon.jit
 def _clean(v_tile, v_clean, consumer: gl.constexpr, begin, end, num_cleaned):
-    # Behind the context the values of its block can be anything, NaN as well. Each consumer does half of the tile.
+    # Beyond the context, the values in its block can be anything, even NaN. Each consumer clears half of the tile.
     H: gl.constexpr = v_tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
     half = v_tile.slice(consumer * HALF, HALF)
@@ -220,7 +220,7 @@ def _clean(v_tile, v_clean, consumer: gl.constexpr, begin, end, num_cleaned):
 
 @gluon.jit
 def _add_last(acc, weight, v_tiles, v_full, v_free, step, BUFFERS: gl.constexpr):
-    # The values of the tile whose weights are waiting.
+    # Adds the values of the tile whose weights are pending.
     buffer, phase = step % BUFFERS, (step // BUFFERS) & 1
     operand = gl.convert_layout(weight.to(v_tiles.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     mbarrier.wait(v_full.index(buffer), phase)
@@ -300,7 +300,7 @@ def _consume(
                 whole = gl.zeros([QUERIES, H], gl.float32, acc_layout)
                 whole_most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
                 whole_total = gl.zeros([QUERIES], gl.float32, row_layout)
-                # What all queries see; a query's own token is behind it. A turn that is done again keeps no maximum.
+                # All queries see the keys before it; their own tokens come after it. A repeated turn keeps no maxima.
                 seen_by_all = start // KEYS * KEYS
                 if KEPT:
                     seen_by_all = gl.where(attempt == 0, seen_by_all, 0)
@@ -387,7 +387,7 @@ def attend_kernel(
         out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_clean, judged,
         again_smem, scratch, tiles_W4, num_items, log2_scale,
     )  # fmt: skip
-    # The groups of warps begin behind this one.
+    # The warp groups start after this wait.
     wait_for_previous(PDL)
     gl.warp_specialize(
         [

@@ -1,13 +1,13 @@
-"""What prompt chunks attend to, widened from e4m3 once a layer: every tile of queries of every head would convert it
-again, and the kernels for wide numbers are the fast ones.
+"""The contexts of prompt chunks, converted from e4m3 once per layer: otherwise every tile of queries of every head
+would convert them again, and the fast kernels are those for wider numbers.
 
-A step's plan gives each chunk's context, from position 0 on, blocks of a wide pool that all layers share, side by side,
-as far as there are any; chunks that find no room are attended to over the small pool, where each tile converts.
+A step's plan gives each chunk's context, from position 0 on, adjacent blocks of a wide pool that all layers share, as
+long as there are any. Chunks for which there is no room use the small pool, where each tile converts.
 
     tiles (row, ...)       [ 7, 7, 7, 3 ]                  contexts: row 7 has 5 blocks, row 3 has 2
     wide pool              | 7 7 7 7 7 | 3 3 | - - |       tiles of it (first block, ...)  [ 0, 0, 0, 5 ]
 
-All of it happens on the device, so that a recorded step may be replayed with other chunks.
+All of this happens on the device, so that a recorded step can be replayed with other chunks.
 
 Legend: W tiles · R rows of the state · M table width · P blocks of the pool · X blocks of the wide pool · K kv heads ·
 S block size · H head dim. Must not know: layers.
@@ -21,18 +21,18 @@ import triton.language as tl
 
 from octavo.model.kernels.checks import check_tensor, next_power_of_2
 
-COMPARED = 16384  # pairs of tiles that are looked at at once: more do not fit into registers
+COMPARED = 16384  # pairs of tiles that are compared at once: more do not fit into registers
 PROGRAMS = 1024
 MOST_TILES = 1024
-"""Of a step: one program looks at them all."""
+"""The most tiles of a step, since one program compares them all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WideContext:
-    """Room for the contexts of a step's chunks. k_XKSH, v_XKSH: of the queries' dtype. source_X, count_1: which blocks
-    of the small pool they are, and how many. table_X1: the block tables of wide tiles. wide_W4, left_W4: the tiles of
-    chunks with room, and without; those of the other kind are empty. base_W, blocks_W: of the tile that stands for its
-    row, where its context begins, and how long it is."""
+    """Memory for the contexts of a step's chunks. k_XKSH, v_XKSH: in the queries' dtype. source_X, count_1: which
+    blocks of the small pool they hold, and how many. table_X1: the block tables of wide tiles. wide_W4, left_W4: the
+    tiles of chunks with room, and without; tiles of the other kind are empty there. base_W, blocks_W: for the tile that
+    represents its row, where the row's context begins and how many blocks it has."""
 
     k_XKSH: torch.Tensor
     v_XKSH: torch.Tensor
@@ -46,7 +46,7 @@ class WideContext:
 
     @classmethod
     def allocate(cls, pool_PKSH: torch.Tensor, *, num_tokens: int, dtype: torch.dtype) -> "WideContext":
-        """For contexts of so many tokens together."""
+        """For contexts of num_tokens tokens in total."""
         K, S, H = pool_PKSH.shape[1:]
         X, device = -(-num_tokens // S), pool_PKSH.device
 
@@ -66,14 +66,14 @@ class WideContext:
         )
 
     def tiles(self, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of chunks with room, and without, of a step of so many."""
+        """The tiles of chunks with room, and without, for a step of num_tiles tiles."""
         return self.wide_W4[:num_tiles], self.left_W4[:num_tiles]
 
 
 def plan_wide_reference(
     tiles: list[tuple[int, int, int, int]], num_blocks: int, block_size: int
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
-    """The obvious reference of `plan_wide`: tiles with room, and without."""
+    """The obvious reference of `plan_wide`: (tiles with room, tiles without)."""
     ends: dict[int, int] = {}
     for row, _, position, count in tiles:
         if count:
@@ -179,7 +179,7 @@ def _widen_kernel(k_pool, v_pool, k_wide, v_wide, source_X, count_1, SIZE: tl.co
 
 
 def plan_wide(tiles_W4: torch.Tensor, table_RM: torch.Tensor, wide: WideContext) -> None:
-    """Give the chunks' contexts their blocks, for all layers of a step. tiles_W4, table_RM: int32 (`list_tiles`).
+    """Assign blocks to the chunks' contexts, for all layers of a step. tiles_W4, table_RM: int32 (`list_tiles`).
 
     Raises ValueError if a tensor does not fit.
     """
