@@ -17,21 +17,21 @@ from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc
 
 
 class AsyncTextStream(TextSoFar[AsyncStreamCall]):
-    """The output of a request as it comes: iterate over it for text, or over `deltas()` for everything.
+    """The output of a request as it arrives: iterate over it for text, or over `deltas()` for everything.
 
-    `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Where the request
-    has several outputs, iterate over `pieces()`; `outputs` has what came of each so far. Leaving the `with` block, or
-    `cancel()`, ends the request on the server.
+    `started` is set before the first item, `finished` (finish reason, usage, receipt) after the last. If the request
+    has several outputs, iterate over `pieces()`; `outputs` holds what has arrived of each so far. Leaving the
+    `async with` block, or calling `cancel()`, ends the request on the server.
     """
 
     def __init__(self, call: AsyncStreamCall, *, num_outputs: int = 1, lifetime: LoopLifetime | None = None) -> None:
-        """lifetime: of the client that makes the call."""
+        """lifetime: that of the client that made the call."""
         super().__init__(call, num_outputs=num_outputs)
         self._lifetime = lifetime or LoopLifetime()
         self._error: OctavoError | None = None
 
     async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
-        """New output, piece by piece. Raises OctavoError."""
+        """Yields each new piece of output. Raises OctavoError if the call fails."""
         if self._error is not None:
             raise self._error
         try:
@@ -41,12 +41,12 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
                     if delta is not None:
                         yield delta
         except OctavoError as error:
-            self._error = error  # the call tells it once
+            self._error = error  # the call raises it only once
             raise
         self._events.end()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Output index and the next piece of its text. Raises OctavoError."""
+        """Yields (output index, next piece of its text). Raises OctavoError if the call fails."""
         async for delta in self.deltas():
             if delta.text:
                 yield delta.output_index, delta.text
@@ -65,11 +65,12 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
 
 
 class AsyncClient:
-    """Calls one Octavo server; make it inside the event loop that uses it.
+    """Calls one Octavo server. Create it inside the event loop that uses it.
 
-    target: "host:port", any gRPC target, or addresses of gateways with commas between, called in turns. credentials:
-    for TLS (`tls_credentials` makes them); None is plain text, in which an api_key can be read on the way. timeout_s of
-    a call is its deadline, which the server keeps too; None waits without a limit. Every call raises OctavoError.
+    target: "host:port", any gRPC target, or comma-separated gateway addresses, called in turn. credentials: for TLS
+    (see `tls_credentials`); None: plain text, which exposes an api_key on the network. options: gRPC channel options.
+    timeout_s of a call is its deadline, which the server enforces too; None: no limit. A call that fails raises
+    OctavoError.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class AsyncClient:
         timeout_s: float | None = None,
         **fields: Unpack[GenerateFields],
     ) -> AsyncTextStream:
-        """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
+        """Stream a generation: `async for text in client.stream(text="Once upon a time", max_tokens=50)`.
+
+        Takes a request or its fields (`GenerateFields`), not both.
+        """
         request = request_of(request, fields)
         with self._lifetime.calling():
             call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
@@ -111,7 +115,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **fields: Unpack[GenerateFields],
     ) -> inference_pb2.CompleteResponse:
-        """Generate, answered in one message."""
+        """Generate, and return the whole answer in one message. Takes a request or its fields, as `stream` does."""
         wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
         with self._lifetime.calling():
             answer: inference_pb2.CompleteResponse = await self._inference.Complete(
@@ -126,7 +130,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **fields: Unpack[EmbedFields],
     ) -> inference_pb2.EmbedResponse:
-        """A vector for each input: `[each.values for each in await client.embed(["a", "b"]).embeddings]`."""
+        """One vector per input: `[each.values for each in (await client.embed(["a", "b"])).embeddings]`."""
         request = embed_request(inputs, **fields)
         with self._lifetime.calling():
             answer: inference_pb2.EmbedResponse = await self._inference.Embed(
@@ -135,8 +139,11 @@ class AsyncClient:
             return answer
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
-        """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
-        `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
+        """End one of the caller's own requests, whichever connection it was made on.
+
+        `found` of the result says whether it was in flight. If `num_unreachable_gateways` is not 0, the request may
+        still be running on one of those: cancel again.
+        """
         with naming("request_id"):
             request = inference_pb2.CancelRequest(request_id=request_id)
         with self._lifetime.calling():
@@ -146,7 +153,7 @@ class AsyncClient:
             return answer
 
     async def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
-        """What is served, with the limits of requests."""
+        """The models that are served, with their request limits."""
         with self._lifetime.calling():
             return list(
                 (
@@ -164,12 +171,12 @@ class AsyncClient:
         max_block_cells: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[load_pb2.WatchLoadResponse, None]:
-        """What the service is doing, pushed: `async for snapshot in client.watch_load(max_requests=50)`.
+        """Yields snapshots of what the service is doing: `async for snapshot in client.watch_load(max_requests=50)`.
 
-        The first comes at once, then the newest every interval_s seconds (None: the server's, one second); closing the
-        generator ends the call. max_requests: how many requests in flight to list. max_block_cells: of the block map of
-        each worker; 0: no map. Where there are API keys it takes one with the scope `admin`. Raises OctavoError, and
-        Unavailable where the service drains.
+        The first snapshot comes at once, then the newest every interval_s seconds (None: the server's default of one
+        second). Closing the generator ends the call. max_requests: how many requests in flight to list at most.
+        max_block_cells: size limit of each worker's block map, in cells; 0: no map. If the service uses API keys, this
+        call needs one with the scope `admin`. Raises OctavoError; Unavailable if the service drains.
         """
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
@@ -184,7 +191,7 @@ class AsyncClient:
             call.cancel()
 
     async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
-        """The ids of a text."""
+        """The token ids of a text."""
         with naming("text"):
             request = inference_pb2.TokenizeRequest(model=model, text=text)
         with self._lifetime.calling():
@@ -195,7 +202,7 @@ class AsyncClient:
             )
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
-        """The text of ids."""
+        """The text of token ids."""
         with naming("token_ids"):
             request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         with self._lifetime.calling():
@@ -205,7 +212,7 @@ class AsyncClient:
             return answer.text
 
     async def close(self) -> None:
-        """Close the connection. Calls that run raise Cancelled, later ones ClientUnusable. Idempotent."""
+        """Close the connection. Running calls raise Cancelled, later ones ClientUnusable. Idempotent."""
         self._lifetime.is_closed = True
         await self._channel.close()
 

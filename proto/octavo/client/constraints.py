@@ -1,4 +1,4 @@
-"""What an output must look like, from plain Python values. Pure."""
+"""Sets the constraint on a request's output from plain Python values. Pure: no I/O."""
 
 import json
 from collections.abc import Mapping, MutableMapping
@@ -8,13 +8,14 @@ from octavo.client.field_values import assign, extend
 from octavo.v1 import inference_pb2
 
 JsonSchema = str | Mapping[str, Any] | type
-"""A JSON schema as text or as a dictionary, or a pydantic model class, whose schema it is."""
+"""A JSON schema as text or as a dictionary, or a pydantic model class, whose schema is taken."""
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice")
 
 
 def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping[str, Any]) -> None:
-    """Takes json_schema, json_object, regex, ebnf or choice out of ``given``. Raises TypeError for several of them."""
+    """Move json_schema, json_object, regex, ebnf or choice from `given` to the request. Raises TypeError if there are
+    several, and TypeError or ValueError for a value that the field cannot hold."""
     names = [name for name in CONSTRAINTS if name in given]
     if len(names) > 1:
         raise TypeError(f"an output has one constraint at most; got {', '.join(names)}")
@@ -35,7 +36,7 @@ def schema_text(schema: JsonSchema) -> str:
         return schema
     if isinstance(schema, Mapping):
         return json.dumps(schema)
-    make = getattr(schema, "model_json_schema", None)  # of pydantic, which need not be installed
+    make = getattr(schema, "model_json_schema", None)  # a pydantic model's; pydantic need not be installed
     if make is None:
         raise TypeError(f"json_schema is text, a dictionary or a pydantic model class, not {schema!r}")
     return json.dumps(make())

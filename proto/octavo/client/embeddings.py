@@ -8,14 +8,14 @@ from octavo.client.requests import Message, chat_message
 from octavo.v1 import common_pb2, inference_pb2
 
 EmbedInput = str | Sequence[int] | Sequence[Message] | inference_pb2.EmbedInput
-"""A text, token ids, or the turns of a conversation."""
+"""A text, token ids, the messages of a conversation, or the contract's message."""
 
 _POOLINGS = {"last_token": inference_pb2.POOLING_LAST_TOKEN, "mean": inference_pb2.POOLING_MEAN}
 _PLAIN = ("request_id", "model", "normalize", "truncate_prompt_tokens", "priority", "cache_salt")
 
 
 class EmbedFields(TypedDict, total=False):
-    """Fields of a request; what is left out takes the server's default. pooling: last_token or mean. The others are
+    """Fields of a request; those left out take the server's default. pooling: "last_token" or "mean". The others are
     the fields of the same names in `octavo/v1/inference.proto`."""
 
     pooling: str
@@ -28,9 +28,11 @@ class EmbedFields(TypedDict, total=False):
 
 
 def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_pb2.EmbedRequest:
-    """A request with these `EmbedFields`. Raises TypeError for a field that does not exist and for one text instead of
-    several, ValueError for an unknown pooling or role, either for a value that a field cannot hold. The server checks
-    limits."""
+    """Build a request with these `EmbedFields`.
+
+    Raises TypeError for an unknown field and for a single text instead of a sequence, ValueError for an unknown pooling
+    or role, and either of them for a value that a field cannot hold. Limits are checked by the server.
+    """
     if isinstance(inputs, str):
         raise TypeError("inputs is a sequence of texts, not one text")
     given = dict(fields)

@@ -1,4 +1,4 @@
-"""What a call to Octavo can raise: one class for each thing that a caller can do about it.
+"""The errors that a call to Octavo can raise: one class for each way in which a caller can react.
 
 Knows gRPC statuses and Octavo's trailers; must not know how calls are made.
 """
@@ -17,7 +17,7 @@ STATUS_DETAILS_TRAILER = "grpc-status-details-bin"
 
 
 class FailedCall(Protocol):
-    """What `grpc.RpcError` of a call and `grpc.aio.AioRpcError` have in common."""
+    """What the `grpc.RpcError` of a failed call and `grpc.aio.AioRpcError` have in common."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -26,7 +26,7 @@ class FailedCall(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldViolation:
-    """One field that the server refused: its path in the request, and why."""
+    """A field that the server refused: its path in the request, and the reason."""
 
     field: str
     description: str
@@ -35,11 +35,11 @@ class FieldViolation:
 class OctavoError(Exception):
     """A call failed.
 
-    code: the gRPC status. reason: name of `octavo.v1.ErrorReason` without its prefix, "" where the status comes from
-    the gRPC library or the network. request_id: as the server knows the request, "" where it does not.
-    tokens_delivered: tokens that were sent before the end; 0 means that a retry repeats nothing.
-    violations: the fields that were refused. retry_after_s: after which the server asks to be tried again, None where
-    it does not.
+    code: the gRPC status. reason: the name of an `octavo.v1.ErrorReason` without its prefix; "" if the status comes
+    from the gRPC library or the network. request_id: the server's id of the request; "" if the server did not send one.
+    tokens_delivered: how many tokens were sent before the failure; 0 means that a retry repeats none.
+    violations: the fields that were refused. retry_after_s: seconds that the server asks to wait before a retry; None
+    if it does not say.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class OctavoError(Exception):
 
 
 class InvalidRequest(OctavoError):
-    """The request must change: `violations` names the fields."""
+    """The request must be changed; `violations` has the refused fields, if the server names any."""
 
 
 class Unauthorized(OctavoError):
-    """The key or the certificate is missing, not valid here, or not enough for this call."""
+    """The key or certificate is missing, not valid here, or does not allow this call."""
 
 
 class NotFound(OctavoError):
-    """There is no such model or method here."""
+    """The server has no such model or method."""
 
 
 class Overloaded(OctavoError):
@@ -83,11 +83,12 @@ class Overloaded(OctavoError):
 
 
 class Unavailable(OctavoError):
-    """No server, no worker, or the worker was lost: try again, safely where `tokens_delivered` is 0."""
+    """No server or worker is available, or the worker was lost. Try again; if `tokens_delivered` is 0, nothing is
+    repeated."""
 
 
 class DeadlineExceeded(OctavoError):
-    """The time that the caller gave is over."""
+    """The caller's deadline has passed."""
 
 
 class Cancelled(OctavoError):
@@ -95,11 +96,12 @@ class Cancelled(OctavoError):
 
 
 class ClientUnusable(OctavoError):
-    """The client makes no calls: it is closed, or its event loop has ended or is another one. Make another client."""
+    """The client cannot make calls: it is closed, or its event loop has ended or is not the running one. Create another
+    client."""
 
 
 class ServerFault(OctavoError):
-    """Something broke in the server."""
+    """The server failed."""
 
 
 _CLASSES: dict[grpc.StatusCode, type[OctavoError]] = {

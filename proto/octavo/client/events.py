@@ -1,4 +1,4 @@
-"""What both clients keep of one stream: the events so far. Nothing here reads from a call or waits."""
+"""What both clients keep of a stream: its events so far. Nothing here reads from a call or waits."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from octavo.v1 import inference_pb2
 
 
 class StreamCall(Protocol):
-    """The blocking call that a stream reads from."""
+    """A blocking call that a stream reads from."""
 
     def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]: ...
     def cancel(self) -> bool: ...
 
 
 class AsyncStreamCall(Protocol):
-    """The asyncio call that a stream reads from."""
+    """An asyncio call that a stream reads from."""
 
     def __aiter__(self) -> AsyncIterator[inference_pb2.GenerateResponse]: ...
     def cancel(self) -> bool: ...
@@ -30,8 +30,8 @@ CallT = TypeVar("CallT", StreamCall, AsyncStreamCall)
 
 @dataclass(slots=True)
 class OutputSoFar:
-    """One output so far. token_ids, logprobs, calls: where the request asked for them. finished: None until
-    its end."""
+    """One output so far. token_ids, logprobs, calls: empty unless the request asked for them. finished: None until the
+    output has ended."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -41,11 +41,11 @@ class OutputSoFar:
 
     @property
     def tool_calls(self) -> list[inference_pb2.ToolCall]:
-        """Complete once `finished` is set."""
+        """The tool calls, in order; complete once `finished` is set."""
         return self.calls.all()
 
     def take(self, delta: inference_pb2.Delta) -> None:
-        """Add what is new."""
+        """Append a piece of output."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -63,23 +63,24 @@ class StreamEvents:
 
     @property
     def outputs(self) -> list[OutputSoFar]:
-        """Each output so far; made when they are first asked for, since the server may not admit so many."""
+        """Each output so far. The list is created on first use, since the server may not admit that many outputs."""
         if not self._outputs:
             self._outputs = [OutputSoFar() for _ in range(self.num_outputs)]
         return self._outputs
 
     @property
     def first(self) -> OutputSoFar:
-        """The only output, where the request asked for one."""
+        """Output 0, which is the only one unless the request asked for several."""
         return self.outputs[0]
 
     def check_single(self) -> None:
-        """Raises ValueError where texts of several outputs would be mixed up."""
+        """Raises ValueError if there are several outputs, whose texts would be mixed up."""
         if self.num_outputs > 1:
             raise ValueError(f"the request has {self.num_outputs} outputs: iterate over pieces()")
 
     def take(self, response: inference_pb2.GenerateResponse) -> inference_pb2.Delta | None:
-        """Keep the event; returns it where it is new output."""
+        """Record an event. Returns its Delta if it is new output, else None. Raises ServerFault for an output that was
+        not asked for."""
         match response.WhichOneof("event"):
             case "started":
                 self.started = response.started
@@ -97,13 +98,13 @@ class StreamEvents:
         return self.outputs[index]
 
     def end(self) -> None:
-        """The stream ended with OK. Raises ServerFault where an output has no last event."""
+        """To be called when the stream has ended with OK. Raises ServerFault if an output has no Finished event."""
         if any(output.finished is None for output in self.outputs):
             raise ServerFault("the stream ended without its last event", code=grpc.StatusCode.INTERNAL)
 
 
 class TextSoFar(Generic[CallT]):
-    """What both kinds of streams know of the output so far; each reads in its own way."""
+    """The output so far, for both kinds of streams; each reads in its own way."""
 
     def __init__(self, call: CallT, *, num_outputs: int = 1) -> None:
         self._call: CallT = call
@@ -111,22 +112,22 @@ class TextSoFar(Generic[CallT]):
 
     @property
     def started(self) -> inference_pb2.Started | None:
-        """The first event."""
+        """The stream's first event; None until it has arrived."""
         return self._events.started
 
     @property
     def finished(self) -> inference_pb2.Finished | None:
-        """The last event, of output 0."""
+        """The last event of output 0; None until it has arrived."""
         return self._events.first.finished
 
     @property
     def token_ids(self) -> list[int]:
-        """All ids of output 0 so far, where the request asked for ids."""
+        """The token ids of output 0 so far; empty unless the request asked for ids."""
         return self._events.first.token_ids
 
     @property
     def tool_calls(self) -> list[inference_pb2.ToolCall]:
-        """All calls of output 0 so far, where the request had tools; complete once `finished` is set."""
+        """The tool calls of output 0 so far, if the request had tools; complete once `finished` is set."""
         return self._events.first.tool_calls
 
     @property
@@ -136,9 +137,9 @@ class TextSoFar(Generic[CallT]):
 
     @property
     def prompt_logprobs(self) -> list[inference_pb2.TokenLogprobs]:
-        """Of the prompt's tokens from the second one on, where the request asked for them."""
+        """Those of the prompt's tokens from the second one on; empty unless the request asked for them."""
         return self._events.prompt_logprobs
 
     def cancel(self) -> None:
-        """End the request; its blocks are free at the next step. Does nothing after the end."""
+        """End the request; its blocks are freed at the next step. Does nothing if the request has ended."""
         self._call.cancel()

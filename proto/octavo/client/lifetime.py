@@ -1,4 +1,4 @@
-"""Whether a client can make calls: until it is closed, and on the event loop that it was made in."""
+"""Checks whether a client can make calls: it must not be closed, and must be on the event loop it was created in."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,30 +10,30 @@ from octavo.client.errors import Cancelled, ClientUnusable, OctavoError, error_f
 
 
 class Lifetime:
-    """Of a blocking client, which threads share. is_closed: set before the channel is closed."""
+    """The lifetime of a blocking client, which threads may share. is_closed: set before the channel is closed."""
 
     def __init__(self) -> None:
         self.is_closed = False
 
     def check(self) -> None:
-        """Raises ClientUnusable."""
+        """Raises ClientUnusable if the client cannot make calls."""
         if self.is_closed:
             raise _unusable("the client is closed")
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around the beginning of a call, or all of it: what it raises as an OctavoError."""
+        """Wraps the start of a call, or all of it: raises ClientUnusable, and gRPC's errors as OctavoError."""
         self.check()
         try:
             with self.reading():
                 yield
-        except ValueError:  # of gRPC, where another thread has closed the channel since
+        except ValueError:  # from gRPC, if another thread has closed the channel since
             self.check()
             raise
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what a call that has begun gives."""
+        """Wraps reading from a call that has begun: raises gRPC's errors as OctavoError."""
         try:
             yield
         except grpc.RpcError as error:
@@ -45,14 +45,14 @@ class Lifetime:
 
 
 class LoopLifetime(Lifetime):
-    """Of an asyncio client, which belongs to one event loop: the one that runs when it is made."""
+    """The lifetime of an asyncio client, which belongs to the event loop that runs when it is created."""
 
     def __init__(self) -> None:
         super().__init__()
         self._loop = _running_loop()
 
     def check(self) -> None:
-        """Raises ClientUnusable."""
+        """Raises ClientUnusable if the client cannot make calls."""
         super().check()
         self._check_loop()
 
@@ -66,8 +66,9 @@ class LoopLifetime(Lifetime):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what a call that has begun gives. One that `cancel()` or `close()` ended here raises asyncio's own
-        CancelledError, as the task does that somebody cancels: the end of the task alone passes as it is."""
+        """Wraps reading from a call that has begun. A call ended locally by `cancel()` or `close()` raises asyncio's
+        CancelledError, just as a cancelled task does. Only the task's own cancellation is passed on as it is; the
+        other becomes an OctavoError (Cancelled)."""
         self._check_loop()
         try:
             with super().reading():
@@ -80,7 +81,7 @@ class LoopLifetime(Lifetime):
 
 
 def needs_loop() -> ClientUnusable:
-    """For a client that is made where no event loop is."""
+    """The error for a client that is created outside an event loop."""
     return _unusable("an AsyncClient is made inside the event loop that uses it")
 
 

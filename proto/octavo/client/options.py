@@ -1,7 +1,7 @@
 """How the clients connect: channel options and the retry policy that the server expects.
 
-A refusal before the first message (no worker yet, queue full) is retried by the gRPC library itself, after the wait
-that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has begun it is never replayed.
+A refusal before the first message (no worker yet, queue full) is retried by the gRPC library itself, after the delay
+that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). A stream that has begun is never replayed.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import grpc
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 _LONGEST_S = 1e9
-"""gRPC counts nanoseconds since 1970 in 63 bits: seven times this, from now on, is more."""
+"""Longer timeouts are passed as none: gRPC counts nanoseconds since 1970 in 63 bits, which overflow at 9.2e9 s."""
 
 
 def service_config(*statuses: str, **others: object) -> str:
-    """Refusals with these statuses are retried. others: of the service config besides."""
+    """A gRPC service config, as JSON, that retries calls refused with these statuses. others: its further entries."""
     policy = {
         "maxAttempts": 4,
         "initialBackoff": "0.1s",
@@ -50,13 +50,13 @@ NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
 def channel_options(extra: Sequence[tuple[str, str | int]] = ()) -> list[tuple[str, str | int]]:
-    """Our options, overridden by the caller's."""
+    """Our options, overridden by the caller's `extra`."""
     return list((dict(CHANNEL_OPTIONS) | dict(extra)).items())
 
 
 def _is_of_this_host(target: str) -> bool:
-    """Whether the target is this host by loopback. No proxy reaches that, though `http_proxy` names one for all that
-    `no_proxy` leaves out."""
+    """Whether the target is a loopback address. No proxy can reach it, although `http_proxy` applies to every host that
+    `no_proxy` does not list."""
     host = target.rpartition("/")[2].rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:")
     host = host.removeprefix("[").removesuffix("]")
     with contextlib.suppress(ValueError):
@@ -65,9 +65,9 @@ def _is_of_this_host(target: str) -> bool:
 
 
 def dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, list[tuple[str, str | int]]]:
-    """The target as gRPC takes it, and the options. Several addresses with commas between are gateways of one service:
-    calls go to those that answer, in turns. Raises TypeError and ValueError for what is no target, and for names among
-    several: only one is looked up."""
+    """The target in gRPC's form, and the channel options. Comma-separated addresses are gateways of one service: calls
+    go in turn to those that answer. Raises TypeError if the target is not a string, ValueError if it is empty or a list
+    with host names, of which gRPC would look up only one, or with both IPv4 and IPv6."""
     if not isinstance(target, str):
         raise TypeError(f"target: is text, as 127.0.0.1:50051, not {target!r}")
     if not target:
@@ -92,7 +92,7 @@ def dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, l
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.Channel:
-    """A channel to the target; in plain text without credentials. Raises ValueError."""
+    """A channel to the target; plain text if credentials is None. Raises TypeError, ValueError as `dialled`."""
     target, options = dialled(target, extra)
     if credentials is None:
         return grpc.insecure_channel(target, options)
@@ -112,8 +112,12 @@ def open_aio_channel(
 def tls_credentials(
     *, ca_file: str | Path | None = None, cert_file: str | Path | None = None, key_file: str | Path | None = None
 ) -> grpc.ChannelCredentials:
-    """Credentials for a server with TLS. ca_file: PEM of the authority to trust; None: gRPC's own list. cert_file and
-    key_file: this client's certificate, where the server asks for one. Raises OSError, ValueError."""
+    """Credentials for a server with TLS.
+
+    ca_file: PEM file of the authority to trust; None: gRPC's default roots. cert_file and key_file: PEM files of this
+    client's certificate and private key, if the server asks for one. Raises OSError if a file cannot be read,
+    ValueError if only one of cert_file and key_file is given.
+    """
     if (cert_file is None) != (key_file is None):
         raise ValueError("a client certificate needs both cert_file and key_file")
     ca, cert, key = (None if each is None else Path(each).read_bytes() for each in (ca_file, cert_file, key_file))
@@ -121,8 +125,8 @@ def tls_credentials(
 
 
 def call_timeout(timeout_s: float | None) -> float | None:
-    """The timeout of a call as gRPC takes it: None for more than it can count to, which it would take for one that is
-    over. Raises ValueError for what is no number."""
+    """The timeout of a call as gRPC takes it. None if it is above `_LONGEST_S`: gRPC would treat a timeout that
+    overflows as already expired. Raises ValueError for NaN and for text."""
     if timeout_s is None:
         return None
     if isinstance(timeout_s, str) or math.isnan(timeout_s):
@@ -131,7 +135,7 @@ def call_timeout(timeout_s: float | None) -> float | None:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
-    """What every call carries; None for nothing. Raises ValueError for a key that no header can hold."""
+    """The metadata that every call carries; None without a key. Raises ValueError for a key that no header can hold."""
     if not api_key:
         return None
     if not api_key.isascii() or not api_key.isprintable():

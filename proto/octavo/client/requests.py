@@ -9,8 +9,8 @@ from octavo.client.tools import Tool, set_tools, tool_call
 from octavo.v1 import common_pb2, inference_pb2
 
 Message = inference_pb2.ChatMessage | tuple[str, str] | Mapping[str, Any]
-"""A turn of a conversation: a ChatMessage, (role, content), or {"role": …, "content": …} with "tool_calls" and
-"tool_call_id" where they belong."""
+"""A message of a conversation: a ChatMessage, (role, content), or {"role": …, "content": …}, with "tool_calls" or
+"tool_call_id" where they apply."""
 
 _ROLES = {
     "system": inference_pb2.CHAT_ROLE_SYSTEM,
@@ -32,14 +32,13 @@ _SAMPLING = {*inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {*_SAMPL
 
 
 class GenerateFields(TypedDict, total=False):
-    """Fields of a request; what is left out takes the model's default.
+    """Fields of a request; those left out take the model's default.
 
-    Exactly one of text, token_ids, messages. tools and tool_choice (auto, none, required, or the name of the tool that
-    must be called) belong to messages. timeout_s is an argument of the call: its deadline, which is the request's too.
-    json_schema, json_object, regex, ebnf and choice say what the output must look like; at most one of them, and
-    format_as_annotation is for schemas.
-    The others are the fields of the same names in
-    `octavo/v1/inference.proto`, which has their units and limits.
+    Give exactly one of text, token_ids and messages. tools and tool_choice ("auto", "none", "required", or the name of
+    the tool that must be called) go with messages. At most one of json_schema, json_object, regex, ebnf and choice
+    constrains the output; format_as_annotation applies to schemas. The others are the fields of the same names in
+    `octavo/v1/inference.proto`, which gives their units and limits. The deadline is not a field but an argument of the
+    call, timeout_s.
     """
 
     text: str
@@ -89,10 +88,11 @@ class GenerateFields(TypedDict, total=False):
 
 
 def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
-    """A request with these `GenerateFields`. `output` is text, token_ids or text_and_token_ids.
+    """Build a request with these `GenerateFields`. `output` is "text", "token_ids" or "text_and_token_ids".
 
-    Raises TypeError for a field that does not exist and for none or several inputs, ValueError for an unknown role or
-    output, either for a value that a field cannot hold (-1 where there is no sign). The server checks limits.
+    Raises TypeError for an unknown field and for no or several inputs, ValueError for an unknown role or output, and
+    either of them for a value that a field cannot hold (such as -1 for an unsigned one). Limits are checked by the
+    server.
     """
     given = dict(fields)
     request = inference_pb2.GenerateRequest()
@@ -110,7 +110,7 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
 
 
 def request_of(request: inference_pb2.GenerateRequest | None, fields: GenerateFields) -> inference_pb2.GenerateRequest:
-    """The request that is given, or one with these fields. Raises TypeError for both, and as `generate_request`."""
+    """The given request, or one with these fields. Raises TypeError for both, and what `generate_request` raises."""
     if request is None:
         return generate_request(**fields)
     if fields:
@@ -119,7 +119,7 @@ def request_of(request: inference_pb2.GenerateRequest | None, fields: GenerateFi
 
 
 def chat_message(message: Message) -> inference_pb2.ChatMessage:
-    """The message as the contract has it. Raises ValueError for an unknown role, TypeError for what is no message."""
+    """The message as a ChatMessage. Raises ValueError for an unknown role, TypeError if it is not a message."""
     if isinstance(message, inference_pb2.ChatMessage):
         return message
     fields = _message_fields(message)

@@ -1,4 +1,4 @@
-"""Tools and calls of them between plain Python values and the contract. Pure.
+"""Converts tools and tool calls from plain Python values to the contract's messages. Pure: no I/O.
 
 from octavo import Client, tool_result
 
@@ -16,7 +16,8 @@ from typing import Any
 from octavo.v1 import inference_pb2
 
 Tool = inference_pb2.ToolDefinition | Mapping[str, Any]
-"""A ToolDefinition, {"name": …, "description": …, "parameters": {schema}}, or that under "function" (as OpenAI)."""
+"""A ToolDefinition, {"name": …, "description": …, "parameters": {schema}}, or that under "function" as in OpenAI's
+API."""
 
 Call = inference_pb2.ToolCall | Mapping[str, Any]
 """A ToolCall, {"id": …, "name": …, "arguments": {…}}, or name and arguments under "function" as in OpenAI's API."""
@@ -29,7 +30,7 @@ _CHOICES = {
 
 
 def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
-    """The tool as the contract has it. Raises ValueError where it has no name, TypeError where it is none."""
+    """The tool as a ToolDefinition. Raises ValueError if it has no name, TypeError if it is not a tool."""
     if isinstance(tool, inference_pb2.ToolDefinition):
         return tool
     if not isinstance(tool, Mapping):
@@ -46,7 +47,7 @@ def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
 
 
 def tool_call(call: Call) -> inference_pb2.ToolCall:
-    """The call as the contract has it. Raises ValueError where it has no name, TypeError where it is none."""
+    """The call as a ToolCall. Raises ValueError if it has no name, TypeError if it is not a call."""
     if isinstance(call, inference_pb2.ToolCall):
         return call
     if not isinstance(call, Mapping):
@@ -54,12 +55,13 @@ def tool_call(call: Call) -> inference_pb2.ToolCall:
     fields = call.get("function", call)
     if not fields.get("name"):
         raise ValueError("a tool call has a name")
-    arguments = fields.get("arguments") or {}  # a call without arguments comes back empty from some servers
+    arguments = fields.get("arguments") or {}  # some servers send no arguments as ""
     return inference_pb2.ToolCall(id=call.get("id", ""), name=fields["name"], arguments_json=_json_text(arguments))
 
 
 def set_tools(chat: inference_pb2.Chat, tools: Iterable[Tool], choice: str) -> None:
-    """choice: auto, none, required, the name of a tool that must be called, or "" for the server's default."""
+    """Set a chat's tools. choice: "auto", "none", "required", the name of a tool that must be called, or "" for the
+    server's default."""
     chat.tools.extend(map(tool_definition, tools))
     if choice in _CHOICES:
         chat.tool_choice = _CHOICES[choice]
@@ -68,12 +70,12 @@ def set_tools(chat: inference_pb2.Chat, tools: Iterable[Tool], choice: str) -> N
 
 
 def tool_result(call: inference_pb2.ToolCall, content: str) -> inference_pb2.ChatMessage:
-    """The turn that answers a call."""
+    """The message that gives the model the result of a call."""
     return inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_TOOL, content=content, tool_call_id=call.id)
 
 
 def assistant_turn(text: str, calls: Iterable[inference_pb2.ToolCall]) -> inference_pb2.ChatMessage:
-    """The model's text and calls, as a turn of the conversation."""
+    """The model's text and calls, as a message of the conversation."""
     return inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_ASSISTANT, content=text, tool_calls=calls)
 
 
@@ -83,12 +85,12 @@ def _json_text(value: object) -> str:
 
 @dataclass(slots=True)
 class ToolCalls:
-    """The calls of one output, put together from its pieces. Withdrawn calls are removed."""
+    """The calls of one output, assembled from their pieces. Withdrawn calls are removed."""
 
     _by_index: dict[int, inference_pb2.ToolCall] = field(default_factory=dict)
 
     def take(self, pieces: Iterable[inference_pb2.ToolCallDelta]) -> None:
-        """The pieces of one Delta."""
+        """Add the pieces of one Delta."""
         for piece in pieces:
             if piece.is_withdrawn:
                 self._by_index.pop(piece.call_index, None)
@@ -98,5 +100,5 @@ class ToolCalls:
             call.arguments_json += piece.arguments_json
 
     def all(self) -> list[inference_pb2.ToolCall]:
-        """In order; the last one may be incomplete while the stream runs."""
+        """All calls, in order; the last one may be incomplete while the stream runs."""
         return [self._by_index[index] for index in sorted(self._by_index)]
