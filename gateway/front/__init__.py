@@ -1,6 +1,6 @@
 """OpenAI's HTTP interface in front of a service: a client of octavo.v1 that speaks JSON to its own callers.
 
-    HTTP, JSON -> fields.py (what is asked) -> octavo.v1 over gRPC -> chat.py, completions.py -> JSON, SSE
+    HTTP, JSON -> fields.py (the request) -> octavo.v1 over gRPC -> chat.py, completions.py -> JSON, SSE
 
 Must not know: gateways, workers, models; it has what every caller of the service has.
 """

@@ -1,4 +1,4 @@
-"""What answers of all kinds share: reasons, usage, log-probabilities. Pure."""
+"""Parts that all kinds of answers share: finish reasons, usage, log-probabilities. Pure."""
 
 from codecs import utf_8_decode
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ _REASONS = {
 
 
 def reason_of(output: OutputSoFar) -> str | None:
-    """None while the output goes on."""
+    """The finish reason in OpenAI's terms; None while the output is unfinished."""
     return None if output.finished is None else _REASONS.get(output.finished.reason, "stop")
 
 
 def usage_of(requests: Sequence[Sequence[OutputSoFar]]) -> dict[str, Any]:
-    """Of several requests with their outputs: a prompt counts once, however many outputs it has, and what was cached of
-    it is what the first one found: the others share its prompt."""
+    """The usage of several requests, each given by its outputs. A prompt counts once, however many outputs it has. Its
+    cached tokens are those of its first output; the others share its prompt."""
     prompt = completion = cached = 0
     for outputs in requests:
         ends = [output.finished for output in outputs if output.finished is not None]
@@ -38,7 +38,7 @@ def usage_of(requests: Sequence[Sequence[OutputSoFar]]) -> dict[str, Any]:
 
 
 def chat_logprobs(positions: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-    """Of chats: an entry for each token."""
+    """Log-probabilities as /v1/chat/completions has them: an entry for each token."""
     return {
         "content": [
             _token(position.chosen) | {"top_logprobs": [_token(top) for top in position.top]} for position in positions
@@ -52,23 +52,24 @@ def _token(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
 
 
 def bytes_of(token: inference_pb2.TokenLogprob) -> bytes:
-    """Of its text, or of its part of a character."""
+    """The bytes of the token: of its text, or of the part of a character that it is."""
     return token.raw or token.text.encode()
 
 
 class TextOffsets:
-    """Where the tokens of a text begin in it, in characters, asked in their order: a character is there once its last
-    byte is, and bytes that are none are U+FFFD. Special tokens that are left out of the text are as long as nothing."""
+    """Start offsets, in characters, of the tokens of a text, which are passed in order. A character counts once its
+    last byte has come; invalid bytes count as U+FFFD. Special tokens that are left out of the text have length 0."""
 
     def __init__(self) -> None:
         self._num_characters = 0
         self._unfinished = b""
 
     def next(self, token: inference_pb2.TokenLogprob, *, has_special: bool = False) -> int:
-        """Of this token; where it goes on within a character, of that. has_special: special tokens are in the text."""
+        """The offset of this token; if it continues a character, that character's offset. has_special: special tokens
+        are in the text."""
         raw, start = b"" if token.is_special and not has_special else bytes_of(token), self._num_characters
         if self._unfinished and not _goes_on(self._unfinished, raw[:1]):
-            start += 1  # behind the U+FFFD of what was unfinished
+            start += 1  # after the U+FFFD of the unfinished character
         data = self._unfinished + raw
         text, num_used = utf_8_decode(data, "replace", False)
         self._num_characters += len(text)
@@ -76,7 +77,7 @@ class TextOffsets:
         return start
 
     def end_text(self) -> None:
-        """What follows is a text of its own: an unfinished character is none."""
+        """End the text: what follows is a separate text, which cannot complete an unfinished character."""
         self._num_characters += len(self._unfinished.decode("utf-8", "replace"))
         self._unfinished = b""
 
@@ -92,7 +93,8 @@ def _goes_on(unfinished: bytes, byte: bytes) -> bool:
 def completion_logprobs(
     positions: Sequence[inference_pb2.TokenLogprobs], offsets: TextOffsets, *, has_special: bool = False
 ) -> dict[str, Any]:
-    """Of completions: parallel lists. offsets: of the text so far. has_special: special tokens are in the text."""
+    """Log-probabilities as /v1/completions has them: parallel lists. offsets: those of the text so far. has_special:
+    special tokens are in the text."""
     return {
         "tokens": [position.chosen.text for position in positions],
         "token_logprobs": [position.chosen.logprob for position in positions],
@@ -102,8 +104,8 @@ def completion_logprobs(
 
 
 def _by_text(position: inference_pb2.TokenLogprobs) -> dict[str, float]:
-    """The most probable tokens, best first, and the chosen one, which need not be among them. Several may have one text
-    (U+FFFD, for parts of characters), which then is the best one's."""
+    """{text: log-probability} of the most probable tokens, best first, and of the chosen one, which may not be among
+    them. If several have the same text (U+FFFD, for parts of characters), the most probable one counts."""
     known = dict[str, float]()
     for token in (*position.top, position.chosen):
         known.setdefault(token.text, token.logprob)

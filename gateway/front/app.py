@@ -1,4 +1,4 @@
-"""The HTTP application: routes, keys, streams that end with their callers, errors as objects."""
+"""The HTTP application: routes, keys, streams that end when their callers disconnect, errors as JSON objects."""
 
 import asyncio
 import base64
@@ -54,11 +54,11 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Chunks = AsyncIterator[dict[str, Any]]
 _BROWSERS = {b"origin", b"sec-fetch-site"}
-_CLOSED = 499  # the caller left: this status is not read
-RETRY_AFTER_S = 1.0  # where the service does not say
+_CLOSED = 499  # the caller has disconnected, so nobody reads this status
+RETRY_AFTER_S = 1.0  # if the service does not say
 BODY_TIMEOUT_S = 60.0
-MAX_KEY_LEN = 4096  # more would be too much metadata for a gateway, which has no such key
-MAX_SPAN_LEN = 512  # of `tracestate`, as W3C's Trace Context asks for; longer ones are left out
+MAX_KEY_LEN = 4096  # more would exceed a gateway's metadata limit, and no gateway has such a key
+MAX_SPAN_LEN = 512  # the length of `tracestate` that W3C Trace Context asks for; longer ones are dropped
 
 
 def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
@@ -91,13 +91,13 @@ def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
     app = Starlette(
         routes=routes, exception_handlers=handlers, lifespan=lifespan, middleware=[Middleware(_ProgramsOnly)]
     )
-    app.router.redirect_slashes = False  # what is not there is an error object, with no other address to ask at
+    app.router.redirect_slashes = False  # an unknown path gets an error object, not a redirect
     return app
 
 
 class _ProgramsOnly:
-    """Refuses what a browser sends by itself: any page that somebody visits could else use a service of loopback, under
-    a name of its own (DNS rebinding) even read what comes. Pages have a server that asks for them."""
+    """Refuses requests that a browser sends. Otherwise any page that a user visits could call a service on loopback
+    and, by DNS rebinding, even read its answers. Pages can let their server ask."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -111,14 +111,14 @@ class _ProgramsOnly:
 
 
 class _Front:
-    """The handlers. service: there while the application runs."""
+    """The handlers. service: set while the application runs."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.service: Service
         self._max_body_bytes = max_body_bytes
 
     async def chat(self, request: Request) -> Response:
-        """A conversation goes on."""
+        """Continues a conversation."""
         body = await self._parsed(ChatBody, request)
         fields, heading = body.fields(), _heading("chatcmpl", body.model)
         with refusing(request.state.given):
@@ -132,7 +132,7 @@ class _Front:
         return _whole(whole_chat(heading.answered_by(stream), outputs, has_logprobs=has_logprobs))
 
     async def completions(self, request: Request) -> Response:
-        """Texts go on."""
+        """Continues one or several prompts."""
         body = await self._parsed(CompletionBody, request)
         given, heading = body.fields(), _heading("cmpl", body.model)
         if not given:
@@ -151,7 +151,7 @@ class _Front:
         has_special = body.skip_special_tokens is False
         echoed = None
         if body.echo and has_logprobs:
-            in_prompt = has_special or "text" in given[0]  # a text is echoed as it came
+            in_prompt = has_special or "text" in given[0]  # a text is echoed unchanged
             echoed = partial(self._echoed, metadata=metadata, has_special=in_prompt)
         if body.stream:
             chunks = completion_chunks(
@@ -170,7 +170,7 @@ class _Front:
         return _whole(whole)
 
     async def _echoed(self, stream: AsyncTextStream, metadata: Metadata, *, has_special: bool) -> EchoedPrompt:
-        """Once all of the prompt's log-probabilities are there. Raises OctavoError."""
+        """The prompt of a stream; to be called once all its log-probabilities have arrived. Raises OctavoError."""
         assert stream.started is not None
         ids, model = stream.started.prompt_token_ids[:1], stream.started.model
         alone = await self.service.text_of(ids, model, metadata)
@@ -180,7 +180,7 @@ class _Front:
         return EchoedPrompt(first=first, positions=stream.prompt_logprobs, has_special=has_special)
 
     async def embeddings(self, request: Request) -> Response:
-        """Texts become vectors."""
+        """One vector for each input."""
         body = await self._parsed(EmbeddingBody, request)
         inputs = inputs_of(body.input)
         if not inputs:
@@ -199,12 +199,12 @@ class _Front:
         return JSONResponse(_embeddings(body, answers))
 
     async def models(self, request: Request) -> Response:
-        """What is served."""
+        """The models that are served."""
         found = await self.service.models(_metadata(request))
         return JSONResponse({"object": "list", "data": [_model(each) for each in found]})
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """One model. Raises ApiError (404) if it is not served."""
         name = request.path_params["name"]
         for each in await self.service.models(_metadata(request)):
             if each.name == name:
@@ -212,11 +212,12 @@ class _Front:
         raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
 
     async def health(self, request: Request) -> Response:
-        """For probes: that this process answers."""
+        """For probes: shows only that this process answers."""
         return PlainTextResponse("ok\n")
 
     async def _parsed(self, kind: type[B], request: Request) -> B:
-        """The body; errors name fields by the words that it has. Raises ApiError."""
+        """The parsed body. Keeps the names of the fields that are set, so that errors use the caller's names. Raises
+        ApiError."""
         body = parse(kind, await self._body(request))
         request.state.given = frozenset(body.model_fields_set)
         request.state.has_one_stop = isinstance(body, GenerateBody) and isinstance(body.stop, str)
@@ -241,7 +242,8 @@ def _heading(prefix: str, model: str) -> Heading:
 
 
 def _metadata(request: Request) -> Metadata:
-    """The caller's key, as gateways want it, and the span that the call belongs to."""
+    """The caller's key and trace context as gRPC metadata; None if there are neither. Raises ApiError (401) for a key
+    that cannot be sent."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     if len(key) > MAX_KEY_LEN:
         why = f"an API key has at most {MAX_KEY_LEN:,} characters"
@@ -267,7 +269,8 @@ def _whole(answer: dict[str, Any]) -> Response:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result; the work is cancelled where the caller hangs up, which frees its memory at the next step."""
+    """The result of the work. If the caller disconnects first, the work is cancelled, which frees its memory at the
+    next step, and ClientDisconnect is raised."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -286,7 +289,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams: Sequence[AsyncTextStream]) -> Response:
-    """Server-sent events. A request that is refused before its first token gets a status, not a stream."""
+    """The chunks as server-sent events. A request refused before its first token gets an error status, not a stream."""
     try:
         begun = await _unless_gone(request, _first(chunks))
     except BaseException:
@@ -308,8 +311,8 @@ async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams:
         finally:
             for stream in streams:
                 stream.cancel()
-        # Behind an error as well, as vLLM has it: readers of lines wait for it. No event has a name: clients, one of
-        # Go's among them, know an error by its `data:` alone.
+        # Sent after an error as well, as vLLM does: clients that read lines wait for it. Events have no name: some
+        # clients, one for Go among them, recognise an error only by its `data:`.
         yield b"data: [DONE]\n\n"
 
     headers = {"x-request-id": heading.id, "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -344,7 +347,7 @@ def _embeddings(body: EmbeddingBody, answers: Sequence[inference_pb2.EmbedRespon
 
 
 def _base64(vector: inference_pb2.Embedding) -> str:
-    """Little-endian float32."""
+    """The vector as base64 of little-endian float32."""
     return base64.b64encode(struct.pack(f"<{len(vector.values)}f", *vector.values)).decode()
 
 
@@ -353,7 +356,7 @@ def _model(info: model_pb2.ModelInfo) -> dict[str, Any]:
 
 
 def _told(request: Request, error: OctavoError) -> ApiError:
-    """By the caller's words."""
+    """The error with the caller's names of fields."""
     if getattr(request.state, "has_one_stop", False):
         error = of_one_stop(error)
     prompts = getattr(request.state, "prompts", ())
@@ -366,7 +369,7 @@ def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(told, ApiError)
     headers: dict[str, str] = {}
     if isinstance(error, OctavoError):
-        # OpenAI's clients repeat what failed with 409, 429 and 5xx unless this says otherwise.
+        # OpenAI's clients retry after 409, 429 and 5xx unless x-should-retry says otherwise.
         is_for_later = error.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
         wait_s = math.ceil(error.retry_after_s or RETRY_AFTER_S)
         headers |= {"retry-after": str(wait_s)} if is_for_later else {"x-should-retry": "false"}

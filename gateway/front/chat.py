@@ -1,6 +1,7 @@
 """/v1/chat/completions: whole, and as a stream of chunks.
 
-A tool call is told when it is whole: what begins as one may turn out to be none, and cannot be taken back here.
+A tool call is sent once it is complete: text that begins like a call may turn out not to be one, and this interface
+cannot withdraw it.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -15,14 +16,14 @@ from octavo.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What every object of an answer begins with."""
+    """The fields that every object of an answer begins with. created: seconds since 1970."""
 
     id: str
     created: int
     model: str
 
     def answered_by(self, stream: AsyncTextStream) -> "Heading":
-        """With the name of the model that answered, also where the caller gave none."""
+        """The heading with the name of the model that answered, which the caller may have left out."""
         return self if stream.started is None else replace(self, model=stream.started.model)
 
     def of(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 async def chat_chunks(
     heading: Heading, stream: AsyncTextStream, *, has_logprobs: bool, has_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Chunks as the output comes: the role first, the reason last; then, where asked for, what was used."""
+    """Chunks as the output arrives: the role first, the finish reason last, then the usage if it is asked for."""
     usage = {"usage": None} if has_usage else {}
 
     def chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -65,7 +66,7 @@ async def chat_chunks(
     ends = _Ends(stream.outputs)
 
     def openings() -> list[dict[str, Any]]:
-        """Once the service has answered: what it refuses is no stream."""
+        """Opening chunks, sent only once the service has answered: a refused request must not begin a stream."""
         opened = [chunk(index, {"role": "assistant", "content": "", "refusal": None}) for index in unopened]
         unopened.clear()
         return opened
@@ -94,7 +95,7 @@ def _last(chunk: Any, index: int, output: OutputSoFar, reason: str) -> dict[str,
 
 @dataclass(slots=True)
 class _Ends:
-    """Outputs that have ended, each told once."""
+    """Finds outputs that have ended, each once."""
 
     outputs: Sequence[OutputSoFar]
     told: set[int] = field(default_factory=set)

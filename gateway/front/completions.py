@@ -1,4 +1,4 @@
-"""/v1/completions: one or several prompts, whole and as a stream. Output i of prompt p is choice p * n + i."""
+"""/v1/completions: one or several prompts, whole or as a stream. Output i of prompt p is choice p * n + i."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -14,20 +14,20 @@ from octavo.gateway.front.chat import Heading
 from octavo.v1 import inference_pb2
 
 T = TypeVar("T")
-QUEUE_SIZE = 64  # chunks that wait for a slow reader, after which the streams wait
+QUEUE_SIZE = 64  # chunks that wait for a slow reader; when it is full, the streams wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EchoedPrompt:
-    """A prompt that the answer begins with, with its log-probabilities. first: its first token, which nothing
-    predicted; positions: of the others. has_special: its text has its special tokens."""
+    """A prompt that the answer begins with, and its log-probabilities. first: its first token, which has none, since
+    nothing predicts it. positions: those of the other tokens. has_special: its text includes its special tokens."""
 
     first: inference_pb2.TokenLogprob
     positions: Sequence[inference_pb2.TokenLogprobs]
     has_special: bool = False
 
     def logprobs(self, offsets: TextOffsets) -> dict[str, Any]:
-        """As an answer has them. offsets: of its text, which begins."""
+        """The log-probabilities as an answer has them. offsets: of the text that begins with this prompt."""
         start = offsets.next(self.first, has_special=self.has_special)
         head = {"tokens": [self.first.text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [start]}
         whole = _joined(head, completion_logprobs(self.positions, offsets, has_special=self.has_special))
@@ -38,9 +38,12 @@ class EchoedPrompt:
 def first_token(
     alone: str, echoed: str, positions: Sequence[inference_pb2.TokenLogprobs]
 ) -> inference_pb2.TokenLogprob:
-    """The first token of a text, where it may be a part of a character: with the bytes that the tokens behind it leave.
-    alone: its text, where it decodes alone. echoed: a text that begins with it. positions: of the tokens behind it."""
-    before = alone.removesuffix("\ufffd")  # one before it is none of what follows
+    """The first token of a text. If it ends within a character, its bytes are what the tokens after it leave of that
+    character.
+
+    alone: its text, decoded on its own. echoed: a text that begins with it. positions: those of the tokens after it.
+    """
+    before = alone.removesuffix("\ufffd")  # an earlier U+FFFD cannot be completed by what follows
     if before == alone:
         return inference_pb2.TokenLogprob(text=alone)
     character = echoed[len(before) : len(before) + 1].encode()
@@ -57,12 +60,12 @@ Echoed = Callable[[AsyncTextStream], Awaitable[EchoedPrompt]]
 
 
 async def collect_all(streams: Sequence[AsyncTextStream]) -> list[list[OutputSoFar]]:
-    """All outputs of all prompts. Raises OctavoError: the first one; the other requests end then."""
+    """All outputs of all prompts. Raises the first OctavoError, which ends the other requests."""
     return await gather_all(map(collect, streams))
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results. Raises what is raised first; the others are cancelled then."""
+    """All results. Raises the first exception and cancels the others."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -80,8 +83,8 @@ def whole_completion(
     has_logprobs: bool,
     has_special: bool,
 ) -> dict[str, Any]:
-    """The answer in one object. prompts: of the requests, where log-probabilities begin with them. has_special: outputs
-    have their special tokens."""
+    """The answer in one object. prompts: the requests' prompts, for log-probabilities that begin with them; else None.
+    has_special: outputs include their special tokens."""
     outputs = [(prompt, output) for prompt, outputs in zip(prompts, requests, strict=True) for output in outputs]
     choices = [
         {
@@ -112,8 +115,9 @@ async def completion_chunks(
     has_usage: bool,
     echoed: Echoed | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Chunks of all prompts as they come. has_special: outputs have their special tokens. echoed: of a stream whose
-    prompt's log-probabilities are all there; they come first, for each output, in a chunk without text."""
+    """Chunks of all prompts as they arrive. has_special: outputs include their special tokens. echoed: gives the prompt
+    of a stream once all the prompt's log-probabilities have arrived. They come first, for each output, in a chunk
+    without text."""
     num_outputs = len(streams[0].outputs) if streams else 0
     usage = {"usage": None} if has_usage else {}
 
@@ -134,8 +138,8 @@ async def completion_chunks(
 async def _choices_of(
     stream: AsyncTextStream, *, has_logprobs: bool, has_special: bool, echoed: Echoed | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Of one prompt as they come, by the index of the output. What comes before the prompt's log-probabilities waits
-    for them."""
+    """Choices of one prompt as they arrive, with their output index. Output that arrives before the prompt's
+    log-probabilities are complete waits for them."""
     offsets = [TextOffsets() for _ in stream.outputs]
     held, awaits_prompt = list[inference_pb2.Delta](), echoed is not None
     async for each in stream.deltas():
@@ -163,13 +167,14 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A source is at its end, or has failed."""
+    """Marks the end of a source, or its failure."""
 
     error: Exception | None = None
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What all of them give, as it comes. Raises what one raises; all are closed at the end, whatever it is."""
+    """The items of all sources as they arrive. Raises the first exception of a source. All sources are closed at the
+    end, whatever happens."""
     queue: asyncio.Queue[T | _Ended] = asyncio.Queue(QUEUE_SIZE)
 
     async def read(source: AsyncGenerator[T, None]) -> None:

@@ -1,6 +1,6 @@
 """Errors as clients of OpenAI's interface know them: {"error": {"message", "type", "param", "code"}} and a status.
 
-One table from statuses of gRPC; whose fault it is decides.
+One table maps gRPC statuses, by whose fault it is.
 """
 
 import re
@@ -15,7 +15,7 @@ from octavo.client.errors import OctavoError
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """What a caller gets. param: the field that is at fault."""
+    """The error that a caller gets. status: the HTTP status. param: the field at fault."""
 
     status: int
     message: str
@@ -51,7 +51,7 @@ _CODES = {
     "TENANT_LIMIT": "rate_limit_exceeded",
     "QUEUE_FULL": "rate_limit_exceeded",
 }
-# Fields of octavo.v1 by the names of `octavo.client.requests`; others keep the last part of theirs.
+# Fields of octavo.v1 and their names in `octavo.client.requests`; others keep the last part of their path.
 _NAMES = {
     "stop.max_tokens": "max_tokens",
     "stop.strings": "stop",
@@ -63,7 +63,7 @@ _NAMES = {
     "chat.tool_name": "tool_choice",
     "constraint.choice.options": "choice",
 }
-# What callers of this interface call these, of several words that one which the request has.
+# The names of these fields in this interface; if there are several, the one that the caller used.
 _FORMS = ("response_format", "guided_json")
 _WORDS = {
     "max_tokens": ("max_completion_tokens", "max_tokens"),
@@ -90,17 +90,17 @@ _INNER = (
 )
 _NAMED = re.compile(r"(num_outputs|constraint|inputs)(\[\d+\])?: ")  # a message that begins with a field
 
-_UNANSWERED = "the service does not answer"  # gRPC's own words have addresses of the inside
-_OUTPUTS = re.compile(r"\d+ outputs")  # are too many, not tokens
+_UNANSWERED = "the service does not answer"  # gRPC's own messages contain internal addresses
+_OUTPUTS = re.compile(r"\d+ outputs")  # too many outputs, not too many tokens
 
 
 def api_error(error: OctavoError, given: Collection[str] = (), number: int | None = None) -> ApiError:
-    """What a failed call becomes. given: names of the fields that the caller set. number: the place of the call's
-    prompt, where there are several."""
+    """The ApiError for a failed call. given: names of the fields that the caller set. number: index of the call's
+    prompt, if there are several."""
     status, kind = _BY_STATUS.get(error.code, (500, "server_error"))
     params = [_placed(param_of(each.field, given), number) for each in error.violations]
     said = (f"{param}: {each.description}" for param, each in zip(params, error.violations, strict=True))
-    message = "; ".join(dict.fromkeys(said))  # two of our fields may be one of theirs
+    message = "; ".join(dict.fromkeys(said))  # two of our fields may be one of the caller's
     if not params and (named := _NAMED.match(error.message)) is not None:
         params = [word_of(named[1], given) + (named[2] or "")]
         message = f"{params[0]}: {error.message[named.end() :]}"
@@ -123,7 +123,7 @@ def _placed(param: str, number: int | None) -> str:
 
 
 def param_of(field: str, given: Collection[str] = ()) -> str:
-    """The caller's name of a field of octavo.v1."""
+    """The caller's name for a field path of octavo.v1."""
     for path, name in _NAMES.items():
         if field == path or field.startswith((path + ".", path + "[")):
             param = word_of(name, given) + field[len(path) :]
@@ -137,6 +137,6 @@ def param_of(field: str, given: Collection[str] = ()) -> str:
 
 
 def word_of(name: str, given: Collection[str] = ()) -> str:
-    """The caller's word for a field of `octavo.client.requests`."""
+    """The caller's name for a field of `octavo.client.requests`."""
     words = _WORDS.get(name, (name,))
     return next((word for word in words if word in given), words[0])

@@ -1,5 +1,5 @@
-"""What callers may ask: OpenAI's fields, and those of octavo.v1 that it has no names for, checked and turned into the
-fields of a request. What cannot be done is refused by name, never ignored; what only labels a request is let pass.
+"""The fields that callers may set: OpenAI's, and those of octavo.v1 that OpenAI has no name for. Checks them and turns
+them into the fields of a request. What is not supported is refused by name, never ignored; labels are accepted.
 
 Must not know: HTTP, gRPC.
 """
@@ -15,9 +15,9 @@ from octavo.client.requests import GenerateFields
 from octavo.gateway.front.errors import ApiError
 from octavo.v1 import inference_pb2
 
-DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
-MAX_PROMPTS = 2048  # of one request, each of which is a request of its own to the service
-MAX_OUTPUTS = 128  # of a prompt; the service's limit, known here since outputs are gathered here
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, OpenAI's default
+MAX_PROMPTS = 2048  # of one request; each becomes a separate request to the service
+MAX_OUTPUTS = 128  # of a prompt; the service's limit, repeated here since outputs are gathered here
 _RENAMED = {"n": "num_outputs", "grammar": "ebnf", "guided_choice": "choice", "guided_regex": "regex"}
 _RENAMED |= {"guided_grammar": "ebnf", "guided_json": "json_schema", "include_stop_str_in_output": "include_stop"}
 
@@ -28,19 +28,19 @@ def _number(given: object) -> object:
     return given
 
 
-# true is an int to Python. Lists are long, and what checks them must not be Python.
+# To Python, True is an int. Lists may be long, so their elements are checked by pydantic's own strict mode.
 Whole = Annotated[int, BeforeValidator(_number)]
 TokenId = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]  # not 1, nor "no"
 
 
 class Body(BaseModel):
-    """Of any request. null is the same as unset, of unknown fields too: clients send every field that they have."""
+    """Fields of any request. null means unset, for unknown fields too: clients send every field that they have."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str = ""
-    user: str | None = None  # labels, which change nothing
+    user: str | None = None  # this and the next three are labels, which change nothing
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -50,7 +50,7 @@ B = TypeVar("B", bound=Body)
 
 
 class StreamOptions(BaseModel):
-    """Of a stream."""
+    """OpenAI's `stream_options`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,8 +59,8 @@ class StreamOptions(BaseModel):
 
 
 class GenerateBody(Body):
-    """What chats and completions share: the names of octavo.v1 but for those in `_RENAMED`. The numbers of its
-    SamplingParams are taken by their names, without a row here."""
+    """Fields that chats and completions share. They have the names of octavo.v1 except for those in `_RENAMED`. Numeric
+    fields of SamplingParams are accepted by name without being listed here."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -71,7 +71,7 @@ class GenerateBody(Body):
     logit_bias: dict[int, Annotated[float, Field(strict=True)]] | None = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    # Beyond OpenAI's, by the names that vLLM has for them, or octavo.v1.
+    # Beyond OpenAI's fields, under the names of vLLM or octavo.v1.
     min_tokens: Whole | None = None
     ignore_eos: Flag | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -93,7 +93,7 @@ class GenerateBody(Body):
     response_format: dict[str, Any] | None = None
 
     def request_fields(self) -> dict[str, Any]:
-        """Those of octavo.v1, without input and logprobs. Raises ApiError."""
+        """The fields of the octavo.v1 request, without input and logprobs. Raises ApiError."""
         given = self.model_dump(exclude_none=True, include=set(_PLAIN) | set(_RENAMED))
         _check_words(given, self.response_format)
         fields = {_RENAMED.get(name, name): value for name, value in given.items()}
@@ -111,7 +111,7 @@ class GenerateBody(Body):
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise _refused("seed", "is no 64-bit integer")
         if self.seed is not None:
-            fields["seed"] = self.seed % 2**64  # they have signed ones
+            fields["seed"] = self.seed % 2**64  # callers' seeds may be negative
         if self.model:
             fields["model"] = self.model
         return fields | _constraint(self.response_format)
@@ -143,7 +143,7 @@ class ChatBody(GenerateBody):
     service_tier: Literal["auto", "default"] | None = None
 
     def fields(self) -> GenerateFields:
-        """Of the request. Raises ApiError."""
+        """The fields of the request. Raises ApiError."""
         fields = self.request_fields()
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = min(self.max_completion_tokens, fields.get("max_tokens", self.max_completion_tokens))
@@ -177,7 +177,7 @@ class CompletionBody(GenerateBody):
     suffix: Literal[""] | None = None
 
     def fields(self) -> list[GenerateFields]:
-        """Of one request for each prompt. Raises ApiError."""
+        """The fields of one request for each prompt. Raises ApiError."""
         if self.best_of not in (None, self.n or 1):
             raise _refused("best_of", "other than n is not supported")
         if self.max_tokens == 0 and self.min_tokens:
@@ -236,7 +236,7 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
-    """What is set in it. Raises ApiError."""
+    """The fields of the body that are not null. Raises ApiError."""
     try:
         given = json.loads(body.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -267,7 +267,7 @@ def _unknown(name: str) -> ApiError:
 
 
 def _refuse_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Fields that say nothing pass: clients send back what they got, with every field that there is."""
+    """Raises ApiError for unknown fields unless they are empty: clients send back what they got, with every field."""
     for name, value in given.items():
         if name not in known and value not in (None, "", [], {}):
             raise _unknown(f"{where}.{name}")
@@ -277,12 +277,12 @@ def _refused(where: str, why: str) -> ApiError:
     return ApiError(400, f"{where}: {why}", param=where)
 
 
-# Names that say one thing: what the output must look like, and whether its stop string is part of it.
+# Fields that constrain the output.
 _CONSTRAINTS = ("regex", "guided_regex", "ebnf", "grammar", "guided_grammar", "choice", "guided_choice", "guided_json")
 
 
 def _check_words(given: Collection[str], response_format: Mapping[str, Any] | None) -> None:
-    """Raises ApiError where two fields ask for a form of the output."""
+    """Raises ApiError if more than one field constrains the output."""
     names = [name for name in _CONSTRAINTS if name in given]
     if (response_format or {}).get("type", "text") != "text":
         names.append("response_format")
@@ -290,7 +290,7 @@ def _check_words(given: Collection[str], response_format: Mapping[str, Any] | No
         raise _refused(names[1], f"an output has one form at most, and {names[0]} asks for another")
 
 
-_MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")  # a name changes nothing: no template has a place
+_MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")  # a name changes nothing: no template uses it
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,20 +309,20 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """One that the model made in an earlier turn."""
+    """A tool call that the model made in an earlier turn."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise _refused(where, "only calls of functions with a name are supported")
     _refuse_others(where, call, ("id", "type", "function", "index"))
     _refuse_others(f"{where}.function", function, ("name", "arguments"))
-    arguments = function.get("arguments") or "{}"  # some servers send none back
+    arguments = function.get("arguments") or "{}"  # some servers send empty arguments
     if not isinstance(arguments, str | dict):
         raise _refused(f"{where}.function.arguments", "not the text of a JSON object")
     return {"id": str(call.get("id") or ""), "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _content(where: str, content: Any) -> str:
-    """Text, or parts that are all text."""
+    """The text of a message, which may come in parts; all must be text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -336,7 +336,8 @@ def _content(where: str, content: Any) -> str:
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`strict` holds where a call is forced; where the model chooses it changes nothing."""
+    """A tool, checked. `strict` is accepted and changes nothing: forced calls always follow the schema; calls that the
+    model chooses to make are not constrained."""
     function, where = tool.get("function"), f"tools[{index}]"
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _refused(where, "only functions with a name are supported")
@@ -368,7 +369,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
 
 
 def _constraint(wanted: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of response_format."""
+    """The constraint that response_format asks for, if any."""
     if wanted is None:
         return {}
     kind = wanted.get("type")

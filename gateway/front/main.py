@@ -19,14 +19,15 @@ from octavo.wire.host import ending_signals
 from octavo.wire.logs import configure_logs
 
 log = structlog.get_logger(__name__)
-# Longer than callers keep a connection that says nothing (httpx 5 s, nginx and AWS's balancers 60 s): who sends a
-# request just when it is closed here gets no answer, and may not repeat it.
+# Longer than callers keep an idle connection (httpx 5 s, nginx and AWS's load balancers 60 s): a request that is sent
+# just as the connection is closed here gets no answer, and the caller may not be able to retry it.
 KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontConfig:
-    """targets: gRPC addresses of the gateways. tls: with it it speaks HTTPS, and asks nobody for a certificate."""
+    """targets: gRPC addresses of the gateways. tls: serve HTTPS; client certificates are not asked for. max_body_bytes:
+    longest body of a request. drain_grace_s: how long a drain waits for requests in flight."""
 
     targets: tuple[str, ...]
     host: str
@@ -39,7 +40,7 @@ class FrontConfig:
 
 
 class _Server(uvicorn.Server):
-    """Drains at the first SIGTERM or SIGINT, stops at the second; the exit code says that all is well."""
+    """Drains on the first SIGTERM or SIGINT and stops on the second, with exit code 0."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,9 +57,9 @@ class _Server(uvicorn.Server):
 
 
 def main(config: FrontConfig) -> int:
-    """Serve until a signal. Raises OSError where it cannot listen."""
+    """Serve until a signal; returns the exit code. Raises OSError if the address cannot be bound."""
     configure_logs(config.log_format, config.log_level)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what it says is said here
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it is logged here instead
     settings = uvicorn.Config(
         make_app(config.targets, max_body_bytes=config.max_body_bytes),
         host=config.host,
@@ -96,7 +97,7 @@ async def _serve(server: _Server, config: FrontConfig) -> int:
 
 
 def _follow_files(settings: uvicorn.Config, config: FrontConfig) -> AccessReloader:
-    """New files are for new connections. Raises AccessFileError."""
+    """A reloader of the certificate files; new connections use the new ones. Raises AccessFileError."""
     reloader = AccessReloader(AccessConfig(tls=config.tls))
     reloader.load()
     settings.load()
