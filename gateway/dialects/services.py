@@ -1,4 +1,4 @@
-"""All dialects as services of one gRPC server."""
+"""Adds all dialects to a gRPC server."""
 
 from collections.abc import Callable
 
@@ -25,8 +25,8 @@ def add_dialects(
     control: Control,
     is_ready: Callable[[], bool],
 ) -> tuple[str, ...]:
-    """Names of the services that were added; VllmEngine where its stubs are installed. is_ready: whether a request
-    could be answered now."""
+    """Add the dialects; VllmEngine only if its stubs are installed. Returns the names of the services. is_ready:
+    whether a request could be answered now."""
     kserve_servicer = KserveServicer(collaborators, submitter=submitter, is_ready=is_ready)
     kserve_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_servicer, server)
     ended = EndedRequests()

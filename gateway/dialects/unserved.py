@@ -1,5 +1,5 @@
-"""What is wrong with a dialect's request, by the caller's own names: nothing is ignored. And what a dialect's answer
-has no field for: gateways that did not answer."""
+"""Finds what a dialect's request asks for and is not served, by the caller's own names: nothing is ignored. Also
+reports gateways that did not answer, for which a dialect's answers have no field."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ class _Call(Protocol):
 
 
 def tell_silent(call: _Call, silent: Sequence[str]) -> None:
-    """How many gateways did not answer, in the call's trailers; nothing where all did."""
+    """Put the number of gateways that did not answer into the call's trailers; nothing if all did."""
     if silent:
         call.set_trailing_metadata(((SILENT_TRAILER, str(len(silent))),))
 
@@ -26,8 +26,8 @@ def tell_silent(call: _Call, silent: Sequence[str]) -> None:
 def unserved(
     message: Message, refused: Mapping[str, Mapping[str, str]], *, opaque: Sequence[str] = (), prefix: str = ""
 ) -> Iterator[Violation]:
-    """Fields that are not known, and those that are refused, in messages inside of the message too. refused: message ->
-    field -> why. opaque: fields that are not looked into."""
+    """Violations for unknown and refused fields, nested messages included. refused: message name -> field -> reason.
+    opaque: fields whose contents are not checked."""
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
     reasons = refused.get(message.DESCRIPTOR.name, {})
@@ -45,7 +45,7 @@ def unserved(
 
 
 def path_by(table: Iterable[tuple[str, str]], path: str) -> str:
-    """The path with its beginning exchanged by the first row that has it: our beginning, theirs."""
+    """The path with its prefix replaced by the first matching row of (our prefix, their prefix)."""
     for ours, theirs in table:
         if path.startswith(ours):
             return theirs + path.removeprefix(ours)
@@ -53,7 +53,7 @@ def path_by(table: Iterable[tuple[str, str]], path: str) -> str:
 
 
 def check_request_ids(ids: Iterable[str]) -> None:
-    """Raises InvalidRequest naming what can be no request's id."""
+    """Raises InvalidRequest that names the ids that no request can have."""
     found = (
         Violation(field=f"request_ids[{index}]", description=wrong)
         for index, request_id in enumerate(ids)

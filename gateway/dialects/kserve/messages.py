@@ -21,14 +21,14 @@ _DATATYPES = {"num_input_tokens": "UINT32", "num_output_tokens": "UINT32", "cumu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class News:
-    """What is new of one output. reason: why it ends with this; empty: it does not."""
+    """What is new in one output. reason: the finish reason if the output ends with this piece, else empty."""
 
     piece: Piece
     reason: str = ""
 
 
 class Responses:
-    """Makes the responses to one request, one after the other. bytes_by_id: for the texts of log-probabilities."""
+    """Makes the responses to one request, in order. bytes_by_id: each token's bytes, to name log-probabilities."""
 
     def __init__(self, asked: Asked, tracked: TrackedRequest, bytes_by_id: Sequence[bytes]) -> None:
         self._asked = asked
@@ -37,7 +37,7 @@ class Responses:
         self._cumulative_logprobs = [0.0] * len(tracked.streams)
 
     def next(self, news: Sequence[News]) -> oip.ModelInferResponse:
-        """Tensors with an element for each output, in their order."""
+        """The next response: its tensors have one element per output, in order."""
         for index, each in enumerate(news):
             self._cumulative_logprobs[index] += sum(position.logprob for _, position in each.piece.logprobs)
         response = self.empty()
@@ -70,7 +70,7 @@ class Responses:
         return news.piece.text
 
     def _position(self, token_id: int, position: TokenLogprobs) -> dict[int, dict[str, Any]]:
-        """The chosen token, then the most probable ones; a rank is known of these only."""
+        """The chosen token, then the most probable ones; only the latter have a known rank."""
         ranks = {top_id: rank for rank, top_id in enumerate(position.top_ids, start=1)}
         known = {token_id: position.logprob} | dict(zip(position.top_ids, position.top_logprobs, strict=True))
         return {
@@ -84,13 +84,13 @@ class Responses:
 
 
 def streamed(response: oip.ModelInferResponse, *, is_final: bool) -> oip.ModelStreamInferResponse:
-    """A response in a stream, with the mark by which callers know the last one."""
+    """A response in a stream, with the parameter that marks the last one."""
     response.parameters[FINAL_RESPONSE].bool_param = is_final
     return oip.ModelStreamInferResponse(infer_response=response)
 
 
 def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInferResponse:
-    """The end of a request that failed, with the mark of the last response; its stream stays open."""
+    """The last response to a request that failed, marked as such; its stream stays open."""
     response = oip.ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
     end = streamed(response, is_final=True)
     end.error_message = message
@@ -98,7 +98,7 @@ def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInfer
 
 
 def reason_of(stream: OutputStream) -> str:
-    """Why a complete output ended: stop or length."""
+    """Why a complete output ended: "stop" or "length"."""
     if stream.has_stopped:
         return "stop"
     return "length"

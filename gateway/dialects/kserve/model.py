@@ -1,10 +1,10 @@
-"""The tensors of a text model, as Triton's vLLM backend names them, and what describes them to callers."""
+"""The tensors of a text model, as Triton's vLLM backend names them, and their descriptions for callers."""
 
 from octavo.gateway.version import VERSION
 from octavo.kserve import inference_pb2 as oip
 
 SERVER_NAME = "octavo"
-MODEL_VERSION = "1"  # models here have no versions; callers want one
+MODEL_VERSION = "1"  # models here have no versions, but callers expect one
 EXTENSIONS = ("model_configuration",)
 
 TEXT_INPUT, STREAM, SAMPLING, EXCLUDE_INPUT = "text_input", "stream", "sampling_parameters", "exclude_input_in_output"
@@ -39,12 +39,12 @@ _DATA_TYPES = {
 
 
 def server_metadata() -> oip.ServerMetadataResponse:
-    """What this server is."""
+    """The server's name, version and extensions."""
     return oip.ServerMetadataResponse(name=SERVER_NAME, version=VERSION, extensions=EXTENSIONS)
 
 
 def model_metadata(name: str) -> oip.ModelMetadataResponse:
-    """The tensors, as requests name them."""
+    """The model's tensors, as requests name them."""
     tensor = oip.ModelMetadataResponse.TensorMetadata
     return oip.ModelMetadataResponse(
         name=name,

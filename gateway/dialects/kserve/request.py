@@ -1,7 +1,7 @@
-"""A ModelInferRequest as the octavo.v1 request that means the same, and what its responses have to contain. Pure.
+"""Translates a ModelInferRequest into the equivalent octavo.v1 request and what its responses must contain. Pure.
 
-As Triton's vLLM backend has it: `text_input` is the prompt, `sampling_parameters` a JSON object with the names of
-vLLM's SamplingParams, or these names are among the request's own parameters.
+As in Triton's vLLM backend, `text_input` is the prompt, and `sampling_parameters` is a JSON object with the names of
+vLLM's SamplingParams; these names may be among the request's own parameters instead.
 """
 
 import json
@@ -35,8 +35,9 @@ _MICROSECONDS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """generate: checked. prefix_text: the prompt, where it begins the output. outputs: names, in order. caller_id: what
-    the responses carry as their id. wants_empty_final: the end may come in a response without tensors."""
+    """A translated request. generate: checked. prefix_text: the prompt if the output begins with it, else empty.
+    outputs: tensor names, in order. caller_id: the id that the responses carry. wants_empty_final: the last response
+    may have no tensors."""
 
     generate: pb.GenerateRequest
     streams: bool
@@ -49,7 +50,8 @@ class Asked:
 
 
 def translate(request: oip.ModelInferRequest) -> Asked:
-    """Raises InvalidRequest naming the caller's tensors and parameters, ModelNotFound for another version."""
+    """Translate and check a request. Raises InvalidRequest that names the caller's tensors and parameters,
+    ModelNotFound for an unknown version."""
     check_version(request.model_version)
     raise_if_any(unserved(request, {}))
     if not (request.id.isascii() and request.id.isprintable()):
@@ -79,13 +81,13 @@ def translate(request: oip.ModelInferRequest) -> Asked:
 
 
 def check_version(version: str) -> None:
-    """There is only one."""
+    """Raises ModelNotFound unless it is the only version, or empty."""
     if version not in ("", MODEL_VERSION):
         raise ModelNotFound(f"models here have only version {MODEL_VERSION}")
 
 
 def in_callers_names(error: NamesFields) -> NamesFields:
-    """The same with the paths of this dialect."""
+    """The error with the field paths of this dialect."""
     return error.with_paths(_path)
 
 
@@ -107,7 +109,7 @@ def _generate(model: str, prompt: str, values: Mapping[str, Any], outputs: tuple
     try:
         check_generate(generate)
     except InvalidRequest as error:
-        if isinstance(values.get("stop"), str):  # in no list
+        if isinstance(values.get("stop"), str):  # not given as a list
             error = error.with_paths(lambda path: "stop.strings" if path == "stop.strings[0]" else path)
         raise in_callers_names(error) from None
     return generate
@@ -139,7 +141,8 @@ def _sampling(inputs: Mapping[str, bytes | bool], parameters: dict[str, Any]) ->
 
 
 def _excludes_input(inputs: Mapping[str, bytes | bool], streams: bool) -> bool:
-    """Unset: a stream excludes the prompt, a single response begins with it, as in Triton's backend."""
+    """Whether the output leaves out the prompt. If unset, a stream excludes it and a single response begins with it, as
+    in Triton's backend."""
     excludes = inputs.get(EXCLUDE_INPUT, streams)
     if streams and not excludes:
         raise InvalidRequest.of(f"inputs.{EXCLUDE_INPUT}", "must not be false for a stream")
@@ -147,7 +150,7 @@ def _excludes_input(inputs: Mapping[str, bytes | bool], streams: bool) -> bool:
 
 
 def _outputs(request: oip.ModelInferRequest, inputs: Mapping[str, bytes | bool]) -> tuple[str, ...]:
-    """Those that are named, else the text; besides, what `return_…` inputs ask for."""
+    """The output names: those that are named, else the text; and those that `return_…` inputs ask for."""
     named = list(dict.fromkeys(each.name for each in request.outputs))
     for each in request.outputs:
         if each.name not in OUTPUTS:

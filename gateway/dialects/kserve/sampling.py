@@ -1,7 +1,7 @@
-"""Sampling parameters under the names of vLLM's SamplingParams, given as JSON values: into a request of octavo.v1.
+"""Sets sampling parameters, named as in vLLM's SamplingParams and given as JSON values, in an octavo.v1 request.
 
-Unset, and null, mean what they mean there: neutral, never a default of the model; `max_tokens` unset is 16. What the
-values may be is checked afterwards, by the rules of octavo.v1; names that are in no row are refused.
+Unset and null mean the same as in vLLM: the neutral value, never the model's default; unset `max_tokens` is 16. Ranges
+are checked afterwards, by the rules of octavo.v1; names that are not in the table are refused.
 """
 
 import json
@@ -17,12 +17,12 @@ Setter = Callable[[pb.GenerateRequest, Any], None]
 
 
 class _Unfit(Exception):
-    """A value of another type than its name asks for."""
+    """The value does not have the type that its name requires."""
 
 
 def apply_sampling(request: pb.GenerateRequest, values: Mapping[str, Any], *, prefix: str) -> None:
-    """Set them in the request. prefix: of the paths in errors. Raises InvalidRequest naming what is unknown, of the
-    wrong type, or does not fit its field."""
+    """Set the values in the request. prefix: of the paths in errors. Raises InvalidRequest that names each value that
+    is unknown, has the wrong type, or does not fit its field."""
     _set_neutral(request)
     violations = [each for name, value in values.items() if (each := _apply_one(request, name, value, prefix))]
     if violations:
@@ -30,7 +30,7 @@ def apply_sampling(request: pb.GenerateRequest, values: Mapping[str, Any], *, pr
 
 
 def in_vllm_names(path: str) -> str:
-    """The path of a field of octavo.v1 as this dialect calls it."""
+    """This dialect's name for a field path of octavo.v1."""
     for theirs, ours in _PATHS:
         if path.startswith(theirs):
             return ours + path.removeprefix(theirs)
@@ -71,7 +71,7 @@ def _apply_one(request: pb.GenerateRequest, name: str, value: Any, prefix: str) 
         return Violation(field=prefix + name, description=str(error))
     except (TypeError, ValueError, OverflowError):
         return Violation(field=prefix + name, description="is out of range")
-    except RecursionError:  # as deep as JSON's reader takes is deeper than its writer does
+    except RecursionError:  # JSON's reader accepts deeper nesting than its writer
         return Violation(field=prefix + name, description="is nested too deeply")
     return None
 
@@ -80,7 +80,8 @@ def _apply_one(request: pb.GenerateRequest, name: str, value: Any, prefix: str) 
 
 
 def _number(value: Any) -> float:
-    """Also as a text: request parameters had no fractions for long, so that Triton's own examples send texts alone."""
+    """A number, also given as text: request parameters had no fractions for a long time, so Triton's own examples send
+    only text."""
     if isinstance(value, str):
         value = _read(value, float, "must be a number")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -182,7 +183,7 @@ def _truncate(request: pb.GenerateRequest, value: Any) -> None:
 
 
 def _structured(request: pb.GenerateRequest, value: Any) -> None:
-    """Exactly one of json, json_object, regex, grammar, choice; and a field of ours for schemas."""
+    """Exactly one of json, json_object, regex, grammar and choice; and our own format_as_annotation for schemas."""
     given = {name: each for name, each in _object(value).items() if each is not None and each is not False}
     if "format_as_annotation" in given:
         request.format_as_annotation = _truth(given.pop("format_as_annotation"))

@@ -1,4 +1,4 @@
-"""GRPCInferenceService: one response or a stream of them, and what callers ask of server and model."""
+"""GRPCInferenceService: one response or a stream of them, and information about the server and its models."""
 
 import asyncio
 import time
@@ -26,8 +26,8 @@ from octavo.kserve import inference_pb2_grpc
 from octavo.wire.messages import ModelCard
 
 log = structlog.get_logger("gateway.request")
-MAX_SIDE_BY_SIDE = 256  # requests of one stream; the next is read when one of them has ended
-_STATUS_HEADER = ("triton_grpc_error", "true")  # Triton's callers who want a status instead of a message
+MAX_SIDE_BY_SIDE = 256  # requests of one stream; the next is read once one of them has ended
+_STATUS_HEADER = ("triton_grpc_error", "true")  # sent by Triton clients that want a status instead of a message
 
 
 class StreamWriter:
@@ -38,15 +38,15 @@ class StreamWriter:
         self._turn = asyncio.Lock()
 
     async def write(self, message: oip.ModelStreamInferResponse) -> None:
-        """Returns when the reader has room for more. Raises CancelledError where the reader is gone."""
+        """Write a message; returns when the reader has room for more. Raises CancelledError if the reader is gone."""
         async with self._turn:
             try:
                 await self.context.write(message)
-            except (grpc.aio.InternalError, grpc.aio.UsageError):  # the library raises so where the RPC is over
+            except (grpc.aio.InternalError, grpc.aio.UsageError):  # what gRPC raises if the RPC is over
                 raise asyncio.CancelledError from None
 
     async def write_of(self, tracked: TrackedRequest, message: oip.ModelStreamInferResponse) -> None:
-        """The same for an output, with the mark by which stalled writes are found."""
+        """Write a message of an output, and record since when the write waits, so that stalled writes are found."""
         tracked.stream.write_since_s = time.monotonic()
         await self.write(message)
         tracked.stream.write_since_s = 0.0
@@ -56,19 +56,19 @@ Answer = Callable[[oip.ModelInferRequest, RpcScope, StreamWriter], Awaitable[Non
 
 
 class StreamOfRequests:
-    """One ModelStreamInfer: many requests on one RPC, side by side, each with a scope and an end of its own. Owns the
-    tasks of its requests; they end with it."""
+    """One ModelStreamInfer: many concurrent requests on one RPC, each with its own scope and end. Owns the tasks of its
+    requests, which end with it."""
 
     def __init__(self, scope: RpcScope, context: Context, rpcs: Counter[tuple[str, str, str]]) -> None:
-        """rpcs: their ends are counted there, by method, code and reason."""
+        """rpcs: counts failed requests, by (method, code, reason)."""
         self._scope = scope
         self._rpcs = rpcs
         self._writer = StreamWriter(context)
         self._wants_status = _STATUS_HEADER in tuple(context.invocation_metadata() or ())
 
     async def answer(self, requests: AsyncIterator[oip.ModelInferRequest], answer: Answer) -> None:
-        """Until the caller has sent its last request and all are answered. Raises the error of a request only where the
-        caller asked for statuses."""
+        """Answer requests until the caller has sent the last one and all are answered. Raises the error of a request
+        only if the caller asked for statuses."""
         room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -103,7 +103,7 @@ class StreamOfRequests:
 
 
 class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """One per gateway. Methods raise errors; the interceptor makes the status."""
+    """One per gateway. Methods raise errors, which the interceptor turns into a status."""
 
     def __init__(self, collaborators: Collaborators, *, submitter: Submitter, is_ready: Callable[[], bool]) -> None:
         """is_ready: whether a request could be answered now."""
@@ -125,9 +125,9 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             return await self._whole(asked, tracked)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
-        """Requests as they come, answered side by side; an error ends its own request only."""
+        """Answers requests concurrently as they arrive; an error ends only its own request."""
         stream = StreamOfRequests(current_rpc.get(), context, self._rpcs)
-        await context.send_initial_metadata(())  # so that a status can follow an answer that is not read
+        await context.send_initial_metadata(())  # so that a status can follow even if an answer is not read
         await stream.answer(request_iterator, self._answer)
 
     async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:
@@ -142,7 +142,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return await self._text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
 
     async def _submit(self, asked: Asked, scope: RpcScope) -> TrackedRequest:
-        """With an id of our own: Triton's callers use one id for several requests at a time."""
+        """Submit the request under an id of our own: Triton's clients use one id for several requests at a time."""
         scope.log_fields["caller_id"] = asked.caller_id[:128]
         limits = [each for each in (scope.wire_timeout_s, asked.timeout_s) if each is not None]
         try:
@@ -173,8 +173,8 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         await writer.write_of(tracked, streamed(response, is_final=True))
 
     async def _stream(self, asked: Asked, tracked: TrackedRequest, writer: StreamWriter) -> None:
-        """A response per piece. The last carries the mark of the end, and the reason; where the end comes after the
-        last piece, it has a response of its own."""
+        """One response per piece. The last one is marked as final and has the finish reason; if the end becomes known
+        only after the last piece, it gets a response of its own."""
         responses, has_ended = self._responses(asked, tracked), False
         async for piece, has_ended in _pieces(tracked.stream):
             now_s = time.monotonic()
@@ -191,7 +191,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     # ------------------------------------------------------------ server and models
 
     async def ServerLive(self, request: oip.ServerLiveRequest, context: Context) -> oip.ServerLiveResponse:
-        """It answers."""
+        """Always live: this process answers."""
         return oip.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: oip.ServerReadyRequest, context: Context) -> oip.ServerReadyResponse:
@@ -206,7 +206,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return oip.ModelReadyResponse(ready=is_ready and card is not None and self._models.is_loaded(card))
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Context) -> oip.ServerMetadataResponse:
-        """What this server is."""
+        """The server's name, version and extensions."""
         return model.server_metadata()
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Context) -> oip.ModelMetadataResponse:
@@ -231,7 +231,7 @@ def _append(whole: Piece, piece: Piece) -> None:
 
 
 async def _pieces(stream: OutputStream) -> AsyncIterator[tuple[Piece, bool]]:
-    """Pieces, and whether each is known to be the last; the end may become known only after it."""
+    """Yields (piece, whether it is known to be the last); the end may become known only after the last piece."""
     piece = await stream.next()
     while piece is not None:
         if stream.state is StreamState.ENDED:

@@ -1,6 +1,6 @@
-"""Tensors of the Open Inference Protocol: one-element inputs as Python values, outputs as they travel.
+"""Tensors of the Open Inference Protocol: one-element inputs to Python values, outputs to their wire form.
 
-Must not know what they mean.
+Must not know what the tensors mean.
 """
 
 import struct
@@ -17,7 +17,7 @@ _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """An output of one dimension. datatype: BYTES (of str), BOOL, UINT32, FP32."""
+    """A one-dimensional output. datatype: BYTES (values are str), BOOL, UINT32 or FP32."""
 
     name: str
     datatype: str
@@ -25,7 +25,8 @@ class Tensor:
 
 
 def scalar_inputs(request: oip.ModelInferRequest, datatypes: dict[str, str]) -> dict[str, bytes | bool]:
-    """Every input by its name; each has one element. datatypes: of the names that are known. Raises InvalidRequest."""
+    """The value of every input, by name; each has one element. datatypes: known name -> datatype. Raises
+    InvalidRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidRequest.of("raw_input_contents", f"has {len(raw)} entries for {len(request.inputs)} inputs")
@@ -70,7 +71,7 @@ def _raw(tensor: Input, data: bytes, path: str) -> bytes | bool:
 
 
 def add_outputs(response: oip.ModelInferResponse, tensors: Sequence[Tensor]) -> None:
-    """Append them, contents in raw form as Triton sends them."""
+    """Append the tensors to the response, with raw contents as Triton sends them."""
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=[len(tensor.values)])
         response.raw_output_contents.append(_packed(tensor))

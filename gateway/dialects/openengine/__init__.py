@@ -1,6 +1,6 @@
-"""`openengine.v1`, by which frameworks such as NVIDIA Dynamo drive inference engines.
+"""`openengine.v1`, with which frameworks such as NVIDIA Dynamo drive inference engines.
 
-What the contract leaves open is settled here once: its revision, and which callers are refused for theirs.
+Defines what the contract leaves open: the revision that is served, and which callers are refused because of theirs.
 """
 
 INFERENCE = "openengine.v1.Inference"
@@ -8,7 +8,7 @@ CONTROL = "openengine.v1.Control"
 SERVICES = (INFERENCE, CONTROL)
 
 REVISION = 1
-"""Of the schema. The contract has no field in which a client tells its own, but it reserves metadata that begin with
-`openengine-`, and fields of later revisions are unknown ones: both are refused by name."""
+"""Revision of the schema. The contract has no field for a client's revision, but it reserves metadata keys that begin
+with `openengine-`, and fields of later revisions are unknown fields: both are refused by name."""
 RELEASE = "openengine.v1-r1"
-"""Names the schema in words; the reference has no tag of its own for this revision."""
+"""Name of the schema's release; the reference has no tag for this revision."""

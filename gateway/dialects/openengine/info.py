@@ -1,6 +1,6 @@
-"""What openengine.v1 tells of the service, its models and its load. Reads snapshots only.
+"""What openengine.v1 reports about the service, its models and its load. Reads snapshots only.
 
-A number that is not known is left out: the contract takes a zero for a zero.
+Unknown numbers are left unset: in this contract a zero means zero.
 """
 
 import time
@@ -19,7 +19,7 @@ ENGINE = "octavo"
 
 
 def server_info(workers: Sequence[WorkerView], *, instance_id: str, revision: int, release: str) -> oe.ServerInfo:
-    """All workers together, as one data-parallel rank; tensor-parallel ranks are those of the largest of them."""
+    """All workers together, as one data-parallel rank. tensor_parallel_size is the largest of any worker."""
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
     ranks = max((worker.card.tensor_parallel_size for worker in ready), default=1)
     extra = struct_pb2.Struct()
@@ -60,7 +60,7 @@ def _capacity(workers: Sequence[WorkerView]) -> oe.DeploymentCapacity:
 
 
 def model_info(card: ModelCard, workers: Sequence[WorkerView], *, has_text: bool) -> oe.ModelInfo:
-    """has_text: whether its tokenizer is supported."""
+    """What a model supports. has_text: whether its tokenizer is supported."""
     scores = oe.LogprobCapabilities(
         supported=True,
         candidate_selection_modes=[oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
@@ -105,7 +105,7 @@ def model_info(card: ModelCard, workers: Sequence[WorkerView], *, has_text: bool
 
 
 def load(workers: Sequence[WorkerView], *, instance_id: str, tells_ranks: bool) -> oe.LoadInfo:
-    """All workers behind this gateway as one rank."""
+    """The load of all workers behind this gateway, as one rank. tells_ranks: list that rank too."""
     running, queued = sum(each.num_running for each in workers), sum(each.num_waiting for each in workers)
     total = sum(each.capacity.num_blocks for each in workers)
     used = sum(max(0, each.capacity.num_blocks - each.num_free_blocks - each.num_cached_blocks) for each in workers)
@@ -130,7 +130,7 @@ def load(workers: Sequence[WorkerView], *, instance_id: str, tells_ranks: bool) 
 
 
 def model_checks(models: ServedModels, cards: Mapping[str, ModelCard], name: str) -> list[oe.HealthCheck]:
-    """Of the model that is named, else of all that are expected, else of those that there are."""
+    """A check for the named model; without a name, for each expected model, or else for each that is served."""
     wanted = (name,) if name else models.expected or tuple(sorted(cards))
     if not wanted:
         return [oe.HealthCheck(name="model", state=oe.HEALTH_STATE_NOT_READY, message="no worker is ready")]
@@ -147,7 +147,7 @@ def _model_check(models: ServedModels, cards: Mapping[str, ModelCard], name: str
 
 
 def role_check(role: "oe.EngineRole.ValueType") -> oe.HealthCheck:
-    """A service does whole requests."""
+    """Whether this service can take the role: it is always aggregated."""
     if role in (oe.ENGINE_ROLE_UNSPECIFIED, oe.ENGINE_ROLE_AGGREGATED):
         return oe.HealthCheck(name="role", state=oe.HEALTH_STATE_READY, message="aggregated")
     message = "this service is aggregated: it neither prefills nor decodes for others"

@@ -1,4 +1,4 @@
-"""Pieces, ends and errors of outputs, and changes of the prefix cache, as messages of openengine.v1. Pure."""
+"""Output pieces, ends and errors, and changes of the prefix cache, as messages of openengine.v1. Pure."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ _CODES = {
 
 
 def engine_error(error: Exception, request_id: str = "") -> oe.EngineError:
-    """What ended a request, or a subscription, that had been accepted."""
+    """The error that ended an accepted request or subscription."""
     row = row_of(error)
     return oe.EngineError(
         code=_CODES.get(row.reason, oe.ERROR_CODE_INTERNAL),
@@ -44,8 +44,8 @@ def engine_error(error: Exception, request_id: str = "") -> oe.EngineError:
 
 
 class Events:
-    """Makes the events of one request. bytes_by_id: the texts of tokens. includes_stop: whether the request's own stop
-    tokens are told as well; each is the last of its output."""
+    """Makes the events of one request. bytes_by_id: each token's bytes. includes_stop: whether to include the request's
+    own stop tokens; each is the last of its output."""
 
     def __init__(self, tracked: TrackedRequest, bytes_by_id: BytesById, *, includes_stop: bool) -> None:
         self._tracked = tracked
@@ -57,8 +57,8 @@ class Events:
         self._num_open = len(tracked.outputs)
 
     def of(self, piece: Piece, index: int) -> list[oe.GenerateResponse]:
-        """New tokens and the text that has become certain; before the first ones the prompt with its scores, where it
-        is wanted, whole."""
+        """The messages for a piece: new tokens and the text that has become final. If prompt scores are wanted, the
+        whole prompt comes in one message, with the piece of output 0 that completes its scores."""
         messages = []
         if index == 0 and self._num_missing >= 0:
             self._scores += piece.prompt_logprobs
@@ -82,7 +82,7 @@ class Events:
         return oe.PromptOutput(tokens=tokens + [self._token(*each) for each in self._scores])
 
     def end(self, index: int) -> oe.GenerateResponse:
-        """The end of an output; cancelled, where it has not ended by itself. The last one has the usage."""
+        """The end of an output, as cancelled if it has not ended by itself. The last output's end has the usage."""
         stream = self._tracked.streams[index]
         response = self._response(
             finished=oe.GenerationFinished(
@@ -95,13 +95,13 @@ class Events:
         return response
 
     def error(self, error: Exception) -> oe.GenerateResponse:
-        """The end of all outputs that are still open."""
+        """Ends all outputs that are still open with an error."""
         response = self._response(error=engine_error(error, self._tracked.request_id))
         response.usage.CopyFrom(self.usage())
         return response
 
     def usage(self) -> oe.Usage:
-        """Of all outputs."""
+        """The usage of all outputs together."""
         tracked = self._tracked
         usage = oe.Usage(prompt_tokens=tracked.num_prompt_tokens, completion_tokens=tracked.num_tokens)
         usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
@@ -140,7 +140,7 @@ def _match(stream: OutputStream, tracked: TrackedRequest) -> oe.StopMatch | None
     if finished is None or finished.reason is not WireFinishReason.STOP:
         return None
     token_id = finished.stop_token_id
-    if token_id is None:  # what it must look like is complete: an end token alone could follow, and is not waited for
+    if token_id is None:  # the constraint is complete: only an end token could follow, and it is not waited for
         return oe.StopMatch(eos_token_id=tracked.card.eos_token_ids[0]) if tracked.card.eos_token_ids else None
     if token_id in tracked.sampling.stop_token_ids:
         return oe.StopMatch(stop_token_id=token_id)
@@ -151,7 +151,7 @@ _MEDIUMS = {KvTier.DEVICE: oe.STORAGE_MEDIUM_GPU, KvTier.HOST: oe.STORAGE_MEDIUM
 
 
 def kv_batch(batch: BlockBatch) -> oe.KvEventBatch:
-    """The present state begins with AllBlocksCleared: the subscriber may hold what is over."""
+    """A batch of changes. A snapshot begins with AllBlocksCleared, since the subscriber may have an older state."""
     message = oe.KvEventBatch(sequence_number=batch.sequence, timestamp_unix_nanos=time.time_ns())
     if batch.chunk is not None and batch.chunk.index == 0:
         message.events.add().all_blocks_cleared.SetInParent()
@@ -168,7 +168,7 @@ def kv_batch(batch: BlockBatch) -> oe.KvEventBatch:
 
 
 def _add_stored(message: oe.KvEventBatch, change: BlockChange) -> None:
-    """A block that follows the one before it joins its event, as engines tell a prompt's blocks."""
+    """Add a stored block. If it continues the last event's blocks, it joins that event, as engines report a prompt."""
     token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
     parent = None if change.parent_id is None else _hash(change.parent_id)
     last = message.events[-1].block_stored if message.events and message.events[-1].HasField("block_stored") else None
@@ -185,12 +185,12 @@ def _add_stored(message: oe.KvEventBatch, change: BlockChange) -> None:
 
 
 def _hash(block_id: int) -> oe.KvBlockHash:
-    """Big-endian, as other engines encode theirs."""
+    """The block id as 8 big-endian bytes, as other engines encode theirs."""
     return oe.KvBlockHash(value=block_id.to_bytes(8, "big", signed=True), encoding="int64")
 
 
 def worst(states: Iterable["oe.HealthState.ValueType"]) -> "oe.HealthState.ValueType":
-    """Of several checks."""
+    """The worst of several states; READY if there are none."""
     order = (oe.HEALTH_STATE_DRAINING, oe.HEALTH_STATE_NOT_READY, oe.HEALTH_STATE_STARTING, oe.HEALTH_STATE_DEGRADED)
     found = set(states)
     return next((state for state in order if state in found), oe.HEALTH_STATE_READY)

@@ -1,5 +1,5 @@
-"""openengine.v1: Inference and Control, in one class each. Errors are status before a request is accepted, one
-EngineError after it, as the contract has it; accepted is what a worker has."""
+"""openengine.v1: Inference and Control, one class each. As the contract requires, an error is a status before a request
+is accepted and one EngineError afterwards. A request is accepted once a worker has it."""
 
 import asyncio
 import contextlib
@@ -48,18 +48,18 @@ from octavo.wire.messages import ModelCard
 
 log = structlog.get_logger("gateway.request")
 PROBE_TIMEOUT_S = 10.0
-MAX_ENDED = 4096  # requests that are remembered
+MAX_ENDED = 4096  # how many ended requests are remembered
 
 
 class EndedRequests:
-    """Keys of the requests that this gateway answered last, so that an Abort behind the end is told from one of a
-    request that never was. Bounded: the oldest is forgotten first."""
+    """Keys of the requests that this gateway answered last, so that Abort can tell a request that has ended from one
+    that never existed. Bounded: the oldest is forgotten first."""
 
     def __init__(self) -> None:
         self._keys: dict[str, None] = {}
 
     def add(self, key: str) -> None:
-        """One has ended."""
+        """Remember a request that has ended."""
         self._keys.pop(key, None)
         self._keys[key] = None
         if len(self._keys) > MAX_ENDED:
@@ -70,7 +70,7 @@ class EndedRequests:
 
 
 class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
-    """Generate. Methods raise what went wrong; the guard makes the status."""
+    """Generate. Methods raise errors, which the interceptor turns into a status."""
 
     def __init__(self, collaborators: Collaborators, *, submitter: Submitter, ended: EndedRequests) -> None:
         self._ended = ended
@@ -79,7 +79,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
         self._submitter = submitter
 
     async def Generate(self, request: oe.GenerateRequest, context: Context) -> None:
-        """PromptOutput where asked for, TokenOutputs, a GenerationFinished for each output; or one EngineError."""
+        """Sends PromptOutput if asked for, TokenOutputs, and a GenerationFinished per output; or one EngineError."""
         scope = current_rpc.get()
         scope.adopt_request_id(request.request_id)
         metadata = read_metadata(context.invocation_metadata() or ())
@@ -102,7 +102,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
             try:
                 await self._stream(tracked, events, context)
             except (SlowConsumer, DeadlinePassed):
-                raise  # no event can be read any more
+                raise  # the caller can read no more events
             except RequestError as error:
                 scope.reason = row_of(error).reason
                 await tracked.write(context, events.error(error))
@@ -110,7 +110,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
                 self._ended.add(scope.key)
 
     async def _stream(self, tracked: TrackedRequest, events: Events, context: Context) -> None:
-        """An Abort gives every output that is under way what came before it, and an end."""
+        """Send the events. On Abort, every open output gets what came before the Abort, and an end."""
         open_outputs = dict.fromkeys(range(len(tracked.outputs)))
         with contextlib.suppress(RequestAborted):
             streams = OutputStreams(tracked.streams)
@@ -139,7 +139,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
 
 
 class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
-    """What routers and operators ask."""
+    """What routers and operators call."""
 
     def __init__(
         self, collaborators: Collaborators, *, submitter: Submitter, control: Control, ended: EndedRequests
@@ -151,14 +151,14 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         self._control = control
 
     async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: Context) -> oe.ServerInfo:
-        """Of all workers behind this gateway as the one rank that a service is."""
+        """All workers behind this gateway, reported as one rank."""
         check_known(request)
         return info.server_info(
             self._pool.workers(), instance_id=self._control.peers.gateway_id, revision=REVISION, release=RELEASE
         )
 
     async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: Context) -> oe.ModelInfo:
-        """Of the model that is named; it has to be."""
+        """What the named model supports. Raises InvalidRequest without a name."""
         check_known(request)
         if not request.model:
             raise InvalidRequest.of("model", "must be set")
@@ -167,7 +167,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         return info.model_info(card, workers, has_text=bool(self._models.token_texts(card)))
 
     async def GetLoad(self, request: oe.GetLoadRequest, context: Context) -> oe.LoadInfo:
-        """By the workers' last heartbeats."""
+        """The load, as of the workers' last heartbeats."""
         check_known(request)
         return info.load(
             self._pool.workers(),
@@ -176,7 +176,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         )
 
     async def Health(self, request: oe.HealthRequest, context: Context) -> oe.HealthResponse:
-        """The worst of what was looked at. A probe is a request of the caller's own: it takes the right to make one."""
+        """The worst state of all checks. A probe is a request by the caller, so it needs the scope to make one."""
         check_known(request)
         if request.include_inference_probe and Scope.GENERATE not in current_rpc.get().caller.scopes:
             raise PermissionDenied("an inference probe needs the scope generate")
@@ -192,7 +192,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         return oe.HealthResponse(state=worst(check.state for check in checks), checks=checks)
 
     async def _probe(self, model: str) -> oe.HealthCheck:
-        """One token of a prompt of one."""
+        """Generate one token from a one-token prompt."""
         check = oe.HealthCheck(name="inference_probe", state=oe.HEALTH_STATE_NOT_READY)
         scope = current_rpc.get()
         try:
@@ -213,7 +213,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
         return check
 
     async def Abort(self, request: oe.AbortRequest, context: Context) -> oe.AbortResponse:
-        """End requests of the caller's own, at whichever gateways they are."""
+        """End one or all of the caller's own requests, at whichever gateway they are."""
         check_abort(request)
         caller = current_rpc.get().caller
         match request.WhichOneof("target"):
@@ -250,13 +250,13 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
     async def GetKvEventSources(
         self, request: oe.GetKvEventSourcesRequest, context: Context
     ) -> oe.GetKvEventSourcesResponse:
-        """None: SubscribeKvEvents is where they are."""
+        """Returns no sources: events come from SubscribeKvEvents."""
         check_known(request)
         check_ranks(request.data_parallel_ranks)
         return oe.GetKvEventSourcesResponse()
 
     async def SubscribeKvEvents(self, request: oe.SubscribeKvEventsRequest, context: Context) -> None:
-        """Which prefixes of the caller's own the workers hold, where the snapshot is wanted, then what changes."""
+        """The caller's own prefixes that the workers hold, if a snapshot is wanted; then every change."""
         check_known(request)
         check_ranks(request.data_parallel_ranks)
         if request.start_sequence_number and not request.include_snapshot:
@@ -290,5 +290,5 @@ def _probe_of(card: ModelCard) -> pb.GenerateRequest:
 
 
 def _without_adapters(method: str) -> NotEnabled:
-    """As the contract wants it of a server that has none."""
+    """The error that the contract requires of a server without adapters."""
     return NotEnabled(f"{method} is not offered here: there are no adapters")

@@ -1,4 +1,4 @@
-"""An openengine.v1 request as the octavo.v1 request that means the same, its violations under the caller's names."""
+"""Translates an openengine.v1 request into the equivalent octavo.v1 request; violations have the caller's names."""
 
 import re
 import secrets
@@ -18,9 +18,9 @@ from octavo.v1 import inference_pb2 as pb
 
 RESERVED = "openengine-"
 ROUTING_KEY, TARGET_RANK, PRIORITY = (RESERVED + name for name in ("routing-key", "target-dp-rank", "priority"))
-BACKEND = "llguidance"  # what follows constraints here
+BACKEND = "llguidance"  # the only backend for constraints here
 
-# octavo.v1 -> here; the first prefix that fits.
+# octavo.v1 -> here; the first prefix that matches.
 _PATHS = (
     ("text", "prompt"),
     ("input", "prompt"),
@@ -37,8 +37,7 @@ _PATHS = (
     ("constraint", "guided"),
     ("priority", PRIORITY),
 )
-# Fields that would need what an aggregated server of text models does not have. `extra` is the contract's place for
-# what a server may ignore.
+# Fields for features that an aggregated server of text models does not have. The contract lets a server ignore `extra`.
 _REFUSED = {
     "GenerateRequest": {"media": "this model takes text only", "lora_name": "there are no adapters here"},
     "KvOptions": {"session": "caches do not come from other engines here"},
@@ -48,11 +47,12 @@ _REFUSED = {
         "all": "is not supported: top_n is",
     },
 }
-_WHOLE = ("extra",)  # not looked into
+_WHOLE = ("extra",)  # contents are not checked
 
 
 def translate(request: oe.GenerateRequest, metadata: Mapping[str, str]) -> pb.GenerateRequest:
-    """Checked. metadata: what `read_metadata` gave. Raises InvalidRequest naming the caller's fields."""
+    """The checked octavo.v1 request. metadata: from `read_metadata`. Raises InvalidRequest that names the caller's
+    fields."""
     raise_if_any(_violations(request))
     sampling, stopping, response, kv = request.sampling, request.stopping, request.response, request.kv
     translated = pb.GenerateRequest(
@@ -75,7 +75,7 @@ def translate(request: oe.GenerateRequest, metadata: Mapping[str, str]) -> pb.Ge
         case "token_ids":
             translated.token_ids.CopyFrom(common_pb2.TokenIds(ids=request.token_ids.ids))
     if sampling.HasField("top_k"):
-        translated.sampling.top_k = max(0, sampling.top_k)  # -1 is the field's other word for all
+        translated.sampling.top_k = max(0, sampling.top_k)  # -1 also means all
     if sampling.HasField("num_sequences"):
         translated.num_outputs = sampling.num_sequences
     if stopping.HasField("include_stop_in_output"):
@@ -100,7 +100,7 @@ def translate(request: oe.GenerateRequest, metadata: Mapping[str, str]) -> pb.Ge
 
 
 def read_metadata(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """The contract's own keys. Raises InvalidRequest naming one that is repeated, malformed, or of another revision."""
+    """The contract's own metadata, by key. Raises InvalidRequest for a key that is repeated, malformed or unknown."""
     found: dict[str, str] = {}
     for name, value in metadata:
         if name.startswith(RESERVED):
@@ -126,12 +126,12 @@ def read_metadata(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def check_known(message: Message) -> None:
-    """Raises InvalidRequest for fields that revision 1 does not have."""
+    """Raises InvalidRequest for fields that revision 1 does not have or that are not supported here."""
     raise_if_any(unserved(message, _REFUSED, opaque=_WHOLE))
 
 
 def check_ranks(ranks: Iterable[int]) -> None:
-    """Raises InvalidRequest where a rank is named that does not exist."""
+    """Raises InvalidRequest for a rank that does not exist."""
     found = (
         Violation(field=f"data_parallel_ranks[{index}]", description="there is only rank 0")
         for index, rank in enumerate(ranks)
@@ -141,7 +141,7 @@ def check_ranks(ranks: Iterable[int]) -> None:
 
 
 def check_abort(request: oe.AbortRequest) -> None:
-    """Raises InvalidRequest where the target is none, or can be no request's id."""
+    """Raises InvalidRequest if there is no target, or if its id cannot be that of a request."""
     check_known(request)
     match request.WhichOneof("target"):
         case None:
@@ -151,7 +151,7 @@ def check_abort(request: oe.AbortRequest) -> None:
 
 
 def in_callers_names(error: NamesFields, request: oe.GenerateRequest) -> NamesFields:
-    """The same with the paths of this dialect."""
+    """The error with the field paths of this dialect."""
     return error.with_paths(lambda path: _path(path, request))
 
 
@@ -190,7 +190,7 @@ def _violations(request: oe.GenerateRequest) -> Iterator[Violation]:
 
 
 def _present(kind: Any, source: Any, *groups: tuple[str, ...]) -> Any:
-    """A message of this kind with the fields that are set in the source; others keep the model's defaults."""
+    """A message of this kind with the fields that are set in the source; the others stay unset."""
     return kind(**{name: getattr(source, name) for group in groups for name in group if source.HasField(name)})
 
 

@@ -1,6 +1,6 @@
-"""`vllm.grpc.engine.VllmEngine`, where its stubs are installed (PyPI `smg-grpc-proto`).
+"""`vllm.grpc.engine.VllmEngine`, if its stubs are installed (PyPI `smg-grpc-proto`).
 
-The only file that may be imported without them.
+This is the only file here that can be imported without them.
 """
 
 from importlib.util import find_spec
@@ -9,5 +9,5 @@ SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
 def is_installed() -> bool:
-    """Whether the stubs are there."""
+    """Whether the stubs are installed."""
     return find_spec("smg_grpc_proto") is not None

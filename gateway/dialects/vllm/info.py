@@ -11,13 +11,13 @@ from octavo.gateway.version import VERSION
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.wire.messages import ModelCard
 
-SERVER_TYPE = "vllm-grpc"  # the name of the dialect, which clients look for
+SERVER_TYPE = "vllm-grpc"  # the dialect's name, by which clients recognise it
 _INT32_MAX = 2**31 - 1
 
 
 def model_info(card: ModelCard, files: Mapping[str, bytes]) -> vllm.GetModelInfoResponse:
-    """files: the tokenizer bundle. Paths are the model's name: folders of a server stay private; callers get the
-    tokenizer by GetTokenizer."""
+    """files: the tokenizer bundle. The answer's paths are the model's name: the server's folders stay private, and
+    callers get the tokenizer from GetTokenizer."""
     config = _config(files)
     return vllm.GetModelInfoResponse(
         model_path=card.name,
@@ -37,7 +37,7 @@ def model_info(card: ModelCard, files: Mapping[str, bytes]) -> vllm.GetModelInfo
 
 
 def _defaults(card: ModelCard) -> str:
-    """What the checkpoint recommends; readers want top_k as an integer."""
+    """The sampling defaults of the checkpoint as JSON; clients expect top_k as an integer."""
     values = {name: int(value) if name == "top_k" else value for name, value in card.default_sampling.items()}
     return json.dumps(values)
 
@@ -58,7 +58,7 @@ def _token_id(config: dict[str, Any], name: str) -> int:
 def server_info(
     workers: Sequence[WorkerView], *, num_requests: int, is_draining: bool, uptime_s: float
 ) -> vllm.GetServerInfoResponse:
-    """num_requests: in flight at all gateways."""
+    """num_requests: how many are in flight, at all gateways."""
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
     return vllm.GetServerInfoResponse(
         active_requests=num_requests,
@@ -71,13 +71,13 @@ def server_info(
         block_size=ready[0].capacity.block_size if ready else 0,
         model_dtype=ready[0].card.dtype if ready else "",
         max_num_seqs=sum(worker.capacity.max_num_seqs for worker in ready),
-        constrained_decoding_start="first_token",  # no matter what a model thinks before it answers
+        constrained_decoding_start="first_token",  # even if a model thinks before it answers
     )
 
 
 def loads(workers: Sequence[WorkerView], *, tokens_per_s: float) -> vllm.GetLoadsResponse:
-    """All workers behind this gateway as the one rank that the dialect sees, by their last heartbeats. tokens_per_s:
-    sent by all gateways."""
+    """The load of all workers behind this gateway, reported as one rank, as of their last heartbeats. tokens_per_s: the
+    rate at which all gateways send."""
     running, waiting = sum(each.num_running for each in workers), sum(each.num_waiting for each in workers)
     total = sum(each.capacity.num_blocks * each.capacity.block_size for each in workers)
     used = sum(_used_tokens(each) for each in workers)
@@ -102,6 +102,6 @@ def loads(workers: Sequence[WorkerView], *, tokens_per_s: float) -> vllm.GetLoad
 
 
 def _used_tokens(worker: WorkerView) -> int:
-    """Places in blocks that requests hold."""
+    """Token capacity of the blocks that requests hold."""
     blocks = worker.capacity.num_blocks - worker.num_free_blocks - worker.num_cached_blocks
     return max(0, blocks) * worker.capacity.block_size

@@ -1,4 +1,4 @@
-"""Pieces and ends of outputs as messages of VllmEngine."""
+"""Output pieces and ends as messages of VllmEngine."""
 
 import time
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from octavo.wire.messages import KvTier, TokenLogprobs
 Positions = list[tuple[int, TokenLogprobs]]
 
 _TIERS = {KvTier.DEVICE: common.KV_CACHE_TIER_DEVICE, KvTier.HOST: common.KV_CACHE_TIER_HOST}
-_MEDIUMS = {KvTier.DEVICE: "GPU", KvTier.HOST: "CPU"}  # vLLM's words, whatever the device is
+_MEDIUMS = {KvTier.DEVICE: "GPU", KvTier.HOST: "CPU"}  # vLLM's names, whatever the device is
 
 
 class KvBatches:
-    """Changes of the prefix cache as batches of SubscribeKvEvents, for one subscriber. Changes are numbered; events of
-    the first state have number 0, as the dialect wants it."""
+    """Changes of the prefix cache as batches of SubscribeKvEvents, for one subscriber. Events of changes are numbered
+    from 1; those of the initial snapshot have number 0, as the dialect requires."""
 
     def __init__(self) -> None:
         self._next_event = 1
 
     def of(self, batch: BlockBatch) -> common.KvEventBatch:
-        """The whole state begins with a Cleared: the subscriber may have an older state."""
+        """The batch as a message. A snapshot begins with Cleared, since the subscriber may have an older state."""
         message = common.KvEventBatch(sequence_number=batch.sequence, timestamp=time.time(), dp_rank=0)
         if batch.chunk is not None:
             message.snapshot.index, message.snapshot.count = batch.chunk.index, batch.chunk.count
@@ -53,7 +53,7 @@ class KvBatches:
 
 
 def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
-    """A block that follows the one before it joins its event, as engines send a prompt's blocks."""
+    """Add a stored block. If it continues the last event's blocks, it joins that event, as engines report a prompt."""
     token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
     last = message.events[-1].stored if message.events and message.events[-1].HasField("stored") else None
     tier = _TIERS[change.tier]
@@ -66,7 +66,7 @@ def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
 
 
 class PromptScores:
-    """The prompt's log-probabilities, which come in pieces with output 0 and are sent whole, in one message."""
+    """Gathers the prompt's log-probabilities, which arrive in pieces with output 0 and are sent in one message."""
 
     def __init__(self, tracked: TrackedRequest) -> None:
         self._prompt_ids = tracked.prompt_ids
@@ -74,7 +74,8 @@ class PromptScores:
         self._positions = Positions()
 
     def take(self, piece: Piece) -> vllm.InputLogProbs | None:
-        """All of them, once: with the piece that brings the last. A prompt of one token has none but its place."""
+        """All log-probabilities, once, with the piece that completes them; else None. A one-token prompt has only an
+        entry without a value."""
         if self._num_missing < 0:
             return None
         self._positions += piece.prompt_logprobs
@@ -102,7 +103,8 @@ def input_logprobs(prompt_ids: Sequence[int], positions: Positions) -> vllm.Inpu
 def chunk_of(
     piece: Piece, num_prompt_tokens: int, index: int = 0, scores: vllm.InputLogProbs | None = None
 ) -> vllm.GenerateResponse:
-    """New tokens only; completion_tokens counts these alone, clients add them up. index: of the output."""
+    """A chunk with the new tokens only. completion_tokens counts just these; clients add them up. index: of the output.
+    """
     response = vllm.GenerateResponse()
     chunk = response.chunk
     chunk.token_ids.extend(piece.token_ids)
@@ -118,7 +120,7 @@ def chunk_of(
 
 
 def fill_logprobs(target: vllm.OutputLogProbs, positions: Positions) -> None:
-    """One entry per token; of the most probable ones where some were asked for."""
+    """One entry per token; top_logprobs too if they were asked for."""
     for token_id, position in positions:
         target.token_ids.append(token_id)
         target.token_logprobs.append(position.logprob)
@@ -127,10 +129,8 @@ def fill_logprobs(target: vllm.OutputLogProbs, positions: Positions) -> None:
 
 
 def complete_of(tracked: TrackedRequest, index: int = 0) -> vllm.GenerateResponse:
-    """The end of an output; aborted, where it has not ended by itself.
-
-    cached_tokens is 0 where the worker's figures did not come.
-    """
+    """The end of an output, as aborted if it has not ended by itself. cached_tokens is 0 if the worker's figures are
+    missing."""
     stream = tracked.streams[index]
     response = vllm.GenerateResponse(
         complete=vllm.GenerateComplete(
@@ -146,12 +146,12 @@ def complete_of(tracked: TrackedRequest, index: int = 0) -> vllm.GenerateRespons
 
 
 def aborted_early(index: int) -> vllm.GenerateResponse:
-    """The end of an output whose request was aborted before a worker had it."""
+    """The end of an output whose request was aborted before it reached a worker."""
     return vllm.GenerateResponse(complete=vllm.GenerateComplete(finish_reason="abort", index=index))
 
 
 def reason_of(stream: OutputStream) -> str:
-    """stop, length, or abort."""
+    """The finish reason: "stop", "length" or "abort"."""
     if stream.state is not StreamState.ENDED:
         return "abort"
     if stream.has_stopped:
@@ -160,7 +160,7 @@ def reason_of(stream: OutputStream) -> str:
 
 
 def _fill_match(complete: vllm.GenerateComplete, stream: OutputStream, tracked: TrackedRequest) -> None:
-    """What the caller's own stop conditions matched; the model's end tokens are none of them."""
+    """Set which of the caller's own stop conditions matched; the model's end tokens do not count."""
     match, finished = stream.processor.match, stream.finished
     if match is not None:
         complete.matched_stop_str = match

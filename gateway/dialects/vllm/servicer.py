@@ -1,4 +1,4 @@
-"""VllmEngine: Generate, Abort, Embed, and what routers in front of this gateway call."""
+"""VllmEngine: Generate, Abort, Embed, and the methods that routers in front of this gateway call."""
 
 import contextlib
 import hashlib
@@ -42,26 +42,26 @@ T = TypeVar("T")
 QUERY_TIMEOUT_S = 2.0
 
 
-CHUNK_BYTES = 1024 * 1024  # clients take 4 MiB a message by default
-_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)  # of zip archives: the same files give the same bytes
+CHUNK_BYTES = 1024 * 1024  # clients accept messages of up to 4 MiB by default
+_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed date in the archive, so that the same files give the same bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """A tokenizer's files as one zip archive, for clients that tokenize themselves. sha256: hex, of all bytes."""
+    """A tokenizer's files as one zip archive, for clients that tokenize themselves. sha256: of data, in hex."""
 
     data: bytes
     sha256: str
 
     def chunks(self) -> Iterator[tuple[bytes, str]]:
-        """(bytes, sha256); the digest is with the last, empty before."""
+        """Yields (bytes, sha256); the digest comes with the last chunk and is empty before."""
         for begin in range(0, len(self.data), CHUNK_BYTES):
             end = begin + CHUNK_BYTES
             yield self.data[begin:end], self.sha256 if end >= len(self.data) else ""
 
 
 def archive_of(files: Mapping[str, bytes]) -> Archive:
-    """Deflated; takes a good part of a second for a large vocabulary."""
+    """A compressed archive of the files; takes a large part of a second for a large vocabulary."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in sorted(files):
@@ -73,7 +73,7 @@ def archive_of(files: Mapping[str, bytes]) -> Archive:
 
 
 class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """One per gateway. Methods raise errors; the interceptor makes the status."""
+    """One per gateway. Methods raise errors, which the interceptor turns into a status."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     # ------------------------------------------------------------ requests
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
-        """Chunks of new ids, where asked for, and one Complete."""
+        """Sends chunks of new ids if the request streams, and one Complete for each output."""
         scope = current_rpc.get()
         scope.adopt_request_id(request.request_id)
         translated = await self._translated(lambda: translate(request), request.ByteSize())
@@ -108,7 +108,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 await context.write(aborted_early(index))
             return
         with self._tracker.closing(tracked):
-            # At once: headers that wait with a first message for the reader's window would hold back a status too.
+            # Sent at once: headers that wait with the first message for the reader's flow-control window would hold
+            # back a status too.
             await context.send_initial_metadata(())
             await (self._stream if request.stream else self._collect)(tracked, context)
 
@@ -123,7 +124,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             raise in_callers_names(error) from None
 
     async def _stream(self, tracked: TrackedRequest, context: Context) -> None:
-        """An Abort gives every output that is under way what came before it, and an end."""
+        """Stream the outputs. On Abort, every open output gets what came before the Abort, and an end."""
         num_prompt_tokens = tracked.num_prompt_tokens
         is_open, scores = [True] * len(tracked.streams), PromptScores(tracked)
 
@@ -174,13 +175,13 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return response
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """End the caller's requests, at whichever gateways they are; ids that are not in flight are no error."""
+        """End the caller's requests, at whichever gateway they are; ids that are not in flight are not an error."""
         check_request_ids(request.request_ids)
         tell_silent(context, await self._control.cancel_all(request.request_ids, current_rpc.get().caller))
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
-        """One prompt's vector."""
+        """The vector of one prompt."""
         scope = current_rpc.get()
         scope.adopt_request_id(request.request_id)
         translated = await self._translated(lambda: translate_embed(request), request.ByteSize())
@@ -196,7 +197,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     # ------------------------------------------------------------ the server
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
-        """Whether a request could be answered now: for the model that is named, else for all that are expected."""
+        """Whether a request could be answered now: by the named model, else by all expected models."""
         name = current_rpc.get().model
         if self._tracker.is_draining:
             return vllm.HealthCheckResponse(healthy=False, message="draining")
@@ -208,12 +209,12 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        """Of the model that the metadata names, else of the only one."""
+        """About the model that the metadata names, else the only one."""
         card = self._card()
         return info.model_info(card, self._models.files_of(card))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
-        """Of all gateways and the workers behind them."""
+        """About all gateways and the workers behind them."""
         load = await self._control.load()
         tell_silent(context, load.silent)
         return info.server_info(
@@ -224,14 +225,14 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
-        """All workers as one rank, and what all gateways send."""
+        """The load of all workers as one rank, and the rate at which all gateways send."""
         check_loads(request)
         load = await self._control.load()
         tell_silent(context, load.silent)
         return info.loads(self._workers(), tokens_per_s=load.tokens_per_s)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
-        """The tokenizer's files as a zip in chunks, its digest with the last."""
+        """Sends the tokenizer's files as a zip archive in chunks, with its digest in the last."""
         files = self._models.files_of(self._card())
         num_bytes, share = sum(map(len, files.values())), share_of(current_rpc.get())
         archive = await self._text.run(lambda: archive_of(files), num_bytes=num_bytes, share=share)
@@ -240,8 +241,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
-        """Forget cached prefixes that no request uses. There is no need to wait for idleness, so timeout_s says
-        nothing."""
+        """Forget cached prefixes that no request uses. This need not wait until the service is idle, so timeout_s is
+        ignored."""
         model = self._card().name if current_rpc.get().model else None
         replies = await self._pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S, model=model)
         num_workers, num_blocks = len(self._workers()), sum(reply.num_flushed_blocks for _, reply in replies)
@@ -249,8 +250,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
-        """Which prefixes of the caller's own the workers hold, as one rank: first all of them, then what changes. A
-        number to resume from is answered with all of them too, so that nothing has to be kept for it."""
+        """The caller's own prefixes that the workers hold, as one rank: first all of them, then every change. A number
+        to resume from is answered with all of them too, so that no past events need to be kept."""
         card, batches = self._card(), KvBatches()
         self._tracker.check_open()
         subscription = self._pool.follow_blocks(card.name, self._prefix_salt.of(current_rpc.get().caller, ""))
@@ -270,11 +271,11 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         raise NotOffered("StopProfile is not offered here")
 
     def _card(self) -> ModelCard:
-        """Of the model that is meant: the dialect has no field for its name."""
+        """The card of the model that the metadata names, else the only one; the dialect has no field for it."""
         return self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
 
     def _workers(self) -> list[WorkerView]:
-        """All, or those of the model that is named."""
+        """All workers, or those of the model that is named."""
         workers = self._pool.workers()
         if not current_rpc.get().model:
             return list(workers)

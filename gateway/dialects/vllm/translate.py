@@ -1,4 +1,4 @@
-"""A VllmEngine request as the octavo.v1 request that means the same, and its violations under the caller's names."""
+"""Translates a VllmEngine request into the equivalent octavo.v1 request; violations have the caller's names."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from octavo.v1 import inference_pb2 as pb
 _UINT64 = (1 << 64) - 1
 _NO_SEED = -1  # vLLM's "draw one"
 
-# octavo.v1 -> here; the first prefix that fits.
+# octavo.v1 -> here; the first prefix that matches.
 _PATHS = (
     ("model", "x-model"),
     ("token_ids.ids", "tokenized.input_ids"),
@@ -37,10 +37,10 @@ _PATHS = (
 )
 
 
-# Fields that are served; every other one that is set is refused by its path. Values are checked after translation, by
+# Fields that are served; any other field that is set is refused by its path. Values are checked after translation, by
 # the rules of octavo.v1. Some have no effect here: `original_text` is for reference; this dialect sends no text, so
-# that nothing says how to write it (`skip_special_tokens` still decides where stop strings are found); constraints
-# always begin with the first token (`grammar_from_first_token`).
+# options for writing it do nothing (but `skip_special_tokens` decides where stop strings are found); constraints always
+# begin with the first token (`grammar_from_first_token`).
 SERVED: dict[str, frozenset[str]] = {
     "GenerateRequest": frozenset(
         {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
@@ -62,7 +62,7 @@ SERVED: dict[str, frozenset[str]] = {
 
 
 def check_served(request: vllm.GenerateRequest) -> None:
-    """Raises InvalidRequest with the paths of what is not served."""
+    """Raises InvalidRequest with the paths of fields that are not served."""
     raise_if_any(_violations(request))
 
 
@@ -72,8 +72,8 @@ def check_embed_served(request: vllm.EmbedRequest) -> None:
 
 
 def check_loads(request: vllm.GetLoadsRequest) -> None:
-    """Raises InvalidRequest where the load of a rank is asked for that does not exist. Sections that are asked for
-    beyond `core` are ones that servers may leave out."""
+    """Raises InvalidRequest for the load of a rank that does not exist. Sections other than `core` may be asked for;
+    servers may leave them out."""
     if request.dp_rank:
         raise InvalidRequest.of("dp_rank", "there is only rank 0")
 
@@ -107,7 +107,7 @@ def _unserved(message: Message, prefix: str) -> Iterator[Violation]:
 
 
 def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """Checked. Raises InvalidRequest naming the caller's fields."""
+    """The checked octavo.v1 request. Raises InvalidRequest that names the caller's fields."""
     check_served(request)
     translated = pb.GenerateRequest(
         request_id=request.request_id,
@@ -129,7 +129,8 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
 
 
 def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
-    """Checked: the last token's vector, of length 1. Raises InvalidRequest naming the caller's fields."""
+    """The checked octavo.v1 request, for the last token's vector. Raises InvalidRequest that names the caller's fields.
+    """
     check_embed_served(request)
     token_ids = common_pb2.TokenIds(ids=request.tokenized.input_ids)
     translated = pb.EmbedRequest(request_id=request.request_id, inputs=[pb.EmbedInput(token_ids=token_ids)])
@@ -141,7 +142,7 @@ def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
 
 
 def in_callers_names(error: NamesFields) -> NamesFields:
-    """The same with the paths of this dialect."""
+    """The error with the field paths of this dialect."""
     return error.with_paths(lambda path: path_by(_PATHS, path))
 
 
@@ -153,7 +154,7 @@ def _input(request: vllm.GenerateRequest) -> dict[str, Any]:
 
 
 def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
-    """Zero is unset in proto3, and unset means neutral here, never a default of the model."""
+    """In proto3, zero is unset; unset means the neutral value here, never the model's default."""
     sampling = pb.SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_p=params.top_p or 1.0,
@@ -162,7 +163,7 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         repetition_penalty=params.repetition_penalty or 1.0,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),  # a copy: the keys are of another type there
+        logit_bias=dict(params.logit_bias),  # a copy, since the key types differ
     )
     if params.HasField("seed") and params.seed != _NO_SEED:
         sampling.seed = params.seed & _UINT64
@@ -192,13 +193,13 @@ def _stop(params: vllm.SamplingParams) -> pb.StopConditions:
 
 
 def _output(params: vllm.SamplingParams) -> pb.OutputOptions:
-    """Ids only; text is made where stop strings have to be seen in it, and not sent."""
+    """Ids only. If there are stop strings, text is made to find them in, but not sent."""
     output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
     if params.HasField("logprobs"):
         output.logprobs = params.logprobs
     if params.HasField("prompt_logprobs"):
         output.prompt_logprobs = params.prompt_logprobs
-        output.return_prompt = True  # log-probabilities travel together with their tokens
+        output.return_prompt = True  # log-probabilities are sent together with their tokens
     if params.stop:
         output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
         output.skip_special_tokens = params.skip_special_tokens

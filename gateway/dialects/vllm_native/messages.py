@@ -1,4 +1,4 @@
-"""Pieces and ends of outputs, and what the service is, as messages of vllm.Inference and vllm.Control. Pure."""
+"""Output pieces and ends, and facts about the service, as messages of vllm.Inference and vllm.Control. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ Scores = Iterable[tuple[int, TokenLogprobs]]
 
 
 class Responses:
-    """Makes the responses of one request, with what it asked for."""
+    """Makes the responses of one request, with the parts that it asked for."""
 
     def __init__(self, tracked: TrackedRequest, options: vllm.ResponseOptions) -> None:
         self._tracked = tracked
@@ -26,7 +26,7 @@ class Responses:
         self._is_prompt_told = False
 
     def prompt(self, piece: Piece | None = None) -> vllm.GenerateResponse | None:
-        """The prompt, once: at the beginning, or with the piece of output 0 that brings the last of its scores."""
+        """The prompt, once: at the beginning, or with the piece of output 0 that completes its scores; else None."""
         if self._is_prompt_told:
             return None
         if piece is not None:
@@ -47,7 +47,7 @@ class Responses:
         return vllm.GenerateResponse(prompt_info=info)
 
     def piece(self, piece: Piece, index: int) -> vllm.GenerateResponse:
-        """What is new of an output."""
+        """A piece of new output."""
         output = vllm.SequenceOutput(index=index, num_tokens=piece.num_tokens)
         if self._wants_text:
             output.text = piece.text
@@ -58,7 +58,7 @@ class Responses:
         return vllm.GenerateResponse(outputs=output)
 
     def end(self, index: int, rest: str) -> vllm.GenerateResponse:
-        """The end of an output, with the rest of its text; aborted, where it has not ended by itself."""
+        """The end of an output, with the rest of its text; as aborted if it has not ended by itself."""
         stream = self._tracked.streams[index]
         info = vllm.FinishInfo(num_output_tokens=stream.processor.num_tokens, finish_reason=reason_of(stream))
         token_id = stream.finished.stop_token_id if stream.finished else None
@@ -73,8 +73,8 @@ class Responses:
 
 
 def _fill_scores(target: vllm.PromptInfo | vllm.SequenceOutput, scores: Scores) -> None:
-    """Parallel lists. A rank is told where the token is among the most probable ones that were asked for, else it is
-    0; candidates are these ones without the token itself."""
+    """Append to parallel lists. A token's rank is 0 unless it is among the most probable tokens that were asked for;
+    candidates are the latter without the token itself."""
     for token_id, position in scores:
         others = target.candidate_tokens.add()
         chosen_rank = 0
@@ -88,13 +88,13 @@ def _fill_scores(target: vllm.PromptInfo | vllm.SequenceOutput, scores: Scores) 
 
 
 def aborted_early(index: int) -> vllm.GenerateResponse:
-    """The end of an output whose request was aborted before a worker had it."""
+    """The end of an output whose request was aborted before it reached a worker."""
     info = vllm.FinishInfo(finish_reason=vllm.FinishInfo.ABORTED)
     return vllm.GenerateResponse(outputs=vllm.SequenceOutput(index=index, finish_info=info))
 
 
 def merge(whole: vllm.GenerateResponse, part: vllm.GenerateResponse) -> None:
-    """Add what is new to the one response of Generate: lists and counts grow, text goes on."""
+    """Add a part to the single response of Generate: lists, counts and text accumulate."""
     text, num_tokens = whole.outputs.text + part.outputs.text, whole.outputs.num_tokens + part.outputs.num_tokens
     whole.MergeFrom(part)
     whole.outputs.text, whole.outputs.num_tokens = text, num_tokens
@@ -110,7 +110,7 @@ def reason_of(stream: OutputStream) -> "vllm.FinishInfo.FinishReason.ValueType":
 
 
 def server_info(workers: Sequence[WorkerView], *, instance_id: str) -> vllm.ServerInfo:
-    """All workers together, as one data-parallel rank; tensor-parallel ranks are those of the largest of them."""
+    """All workers together, as one data-parallel rank. tensor_parallel_size is the largest of any worker."""
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
     ranks = max((worker.card.tensor_parallel_size for worker in ready), default=1)
     sizes = {worker.capacity.block_size for worker in ready}
@@ -138,7 +138,7 @@ def server_info(workers: Sequence[WorkerView], *, instance_id: str) -> vllm.Serv
 
 
 def model_info(card: ModelCard, *, has_text: bool) -> vllm.ModelInfo:
-    """has_text: whether its tokenizer is supported."""
+    """What a model supports. has_text: whether its tokenizer is supported."""
     return vllm.ModelInfo(
         model_id=card.name,
         served_model_name=card.name,

@@ -1,4 +1,4 @@
-"""vllm.Inference and vllm.Control. Methods raise what went wrong; the guard makes the status."""
+"""vllm.Inference and vllm.Control. Methods raise errors, which the interceptor turns into a status."""
 
 import contextlib
 import time
@@ -32,8 +32,8 @@ from octavo.gateway.streams.stream import OutputStreams
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc
 
-# What is not here, and how vLLM refuses it: a server can be started without the former; every one can pause and has a
-# version of its weights.
+# Methods that are not offered here, with the error of each: NotEnabled for what vLLM offers only if started with it,
+# NotOffered for what every vLLM server offers (pausing, the version of its weights).
 _NOT_OFFERED: dict[str, type[RequestError]] = {
     **dict.fromkeys(("LoadLora", "UnloadLora", "ListLoras", "Sleep", "WakeUp"), NotEnabled),
     **dict.fromkeys(("InitWeightTransferEngine", "StartWeightUpdate", "UpdateWeights"), NotEnabled),
@@ -51,7 +51,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
         self._submitter = submitter
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> vllm.GenerateResponse:
-        """One output, whole."""
+        """One output, in one response."""
         check_one_output(request)
         try:
             tracked = await self._submit(request, context)
@@ -65,7 +65,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
             return whole
 
     async def GenerateStream(self, request: vllm.GenerateRequest, context: Context) -> None:
-        """The prompt's figures, what is new, an end for each output."""
+        """Sends the prompt's figures, new output as it arrives, and an end for each output."""
         try:
             tracked = await self._submit(request, context)
         except RequestAborted:
@@ -94,8 +94,8 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
     async def _responses(
         self, tracked: TrackedRequest, options: vllm.ResponseOptions
     ) -> AsyncIterator[vllm.GenerateResponse]:
-        """An Abort gives every output that is under way what came before it, and an end. Text that only the end of an
-        output makes certain comes with that: readers look for no text where there are no tokens."""
+        """The responses as they come. On Abort, every open output gets what came before the Abort, and an end. Text
+        that becomes final only at an output's end is sent with the end: readers expect no text without tokens."""
         responses, open_outputs = Responses(tracked, options), dict.fromkeys(range(len(tracked.outputs)), "")
         if (prompt := responses.prompt()) is not None:
             yield prompt
@@ -127,7 +127,7 @@ class VllmInference(vllm_pb2_grpc.InferenceServicer):
 
 
 class VllmControl(vllm_pb2_grpc.ControlServicer):
-    """What trainers and routers ask."""
+    """What trainers and routers call."""
 
     def __init__(self, collaborators: Collaborators, *, control: Control) -> None:
         self._models, self._pool = collaborators.models, collaborators.pool
@@ -136,12 +136,12 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
             setattr(self, method, _refusing(method, kind))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.ServerInfo:
-        """All workers behind this gateway as one rank."""
+        """All workers behind this gateway, reported as one rank."""
         check_known(request)
         return server_info(self._pool.workers(), instance_id=self._control.peers.gateway_id)
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.ModelInfo:
-        """Of the model that the metadata or the port name, else of the only one."""
+        """About the model that the metadata or the port names, else the only one."""
         check_known(request)
         card = self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
         return model_info(card, has_text=bool(self._models.token_texts(card)))
@@ -153,7 +153,7 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
         return vllm.ShutdownResponse()
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """End the caller's requests, at whichever gateways they are."""
+        """End the caller's requests, at whichever gateway they are."""
         check_known(request)
         check_request_ids(request.request_ids)
         tell_silent(context, await self._control.cancel_all(request.request_ids, current_rpc.get().caller))
@@ -162,17 +162,17 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
     async def GetKvEventSources(
         self, request: vllm.GetKvEventSourcesRequest, context: Context
     ) -> vllm.GetKvEventSourcesResponse:
-        """None."""
+        """Returns no sources: there are none."""
         check_known(request)
         return vllm.GetKvEventSourcesResponse()
 
     async def IsPaused(self, request: vllm.IsPausedRequest, context: Context) -> vllm.IsPausedResponse:
-        """Never: a service that takes nothing new is draining, and ends."""
+        """Never paused: a service that takes no new requests is draining, and then ends."""
         check_known(request)
         return vllm.IsPausedResponse(paused=False)
 
     async def IsSleeping(self, request: vllm.IsSleepingRequest, context: Context) -> vllm.IsSleepingResponse:
-        """Never."""
+        """Never sleeping."""
         check_known(request)
         return vllm.IsSleepingResponse(sleeping=False)
 

@@ -1,6 +1,7 @@
-"""A vllm.Inference request as the octavo.v1 request that means the same, its violations under the caller's names.
+"""Translates a vllm.Inference request into the equivalent octavo.v1 request; violations have the caller's names.
 
-Zero is unset in this contract; unset is greedy for the temperature, and the model's default for what else is drawn by.
+In this contract zero means unset. An unset temperature means greedy; other unset sampling fields take the model's
+default.
 """
 
 import re
@@ -23,7 +24,7 @@ TARGET_RANK = "x-data-parallel-rank"  # metadata: the data-parallel rank that a 
 _UINT64 = (1 << 64) - 1
 _NO_SEED = -1  # vLLM's "draw one"
 
-# octavo.v1 -> here; the first prefix that fits.
+# octavo.v1 -> here; the first prefix that matches.
 _PATHS = (
     ("token_ids.ids", "token_ids.ids"),
     ("input", "prompt"),
@@ -58,7 +59,7 @@ _REFUSED = {
 
 
 def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """Checked. Raises InvalidRequest naming the caller's fields."""
+    """The checked octavo.v1 request. Raises InvalidRequest that names the caller's fields."""
     raise_if_any(_violations(request))
     kv, response = request.kv, request.response
     translated = pb.GenerateRequest(
@@ -88,12 +89,12 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
 
 
 def check_known(message: Message) -> None:
-    """Raises InvalidRequest for fields that this definition of the contract does not have."""
+    """Raises InvalidRequest for fields that this version of the contract does not have or that are not supported."""
     raise_if_any(unserved(message, _REFUSED))
 
 
 def check_rank(metadata: Iterable[tuple[str, Any]]) -> None:
-    """Raises InvalidRequest where the metadata name a rank that does not exist, or none."""
+    """Raises InvalidRequest if the metadata name a rank that is malformed or does not exist."""
     for name, value in metadata:
         if name != TARGET_RANK:
             continue
@@ -105,13 +106,13 @@ def check_rank(metadata: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_one_output(request: vllm.GenerateRequest) -> None:
-    """Raises InvalidRequest where the one response of Generate could not tell all outputs."""
+    """Raises InvalidRequest for several outputs, which the one response of Generate cannot hold."""
     if request.sampling.num_sequences > 1:
         raise InvalidRequest.of("sampling.num_sequences", "must be 1 here: GenerateStream tells several")
 
 
 def in_callers_names(error: NamesFields) -> NamesFields:
-    """The same with the paths of this dialect."""
+    """The error with the field paths of this dialect."""
     return error.with_paths(lambda path: path_by(_PATHS, path))
 
 
