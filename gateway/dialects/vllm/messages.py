@@ -103,8 +103,8 @@ def input_logprobs(prompt_ids: Sequence[int], positions: Positions) -> vllm.Inpu
 def chunk_of(
     piece: Piece, num_prompt_tokens: int, index: int = 0, scores: vllm.InputLogProbs | None = None
 ) -> vllm.GenerateResponse:
-    """A chunk with the new tokens only. completion_tokens counts just these; clients add them up. index: of the output.
-    """
+    """A chunk with the new tokens only. completion_tokens counts just these; clients add them up. index: the output's.
+    scores: the prompt's log-probabilities, if they come with this chunk."""
     response = vllm.GenerateResponse()
     chunk = response.chunk
     chunk.token_ids.extend(piece.token_ids)

@@ -129,8 +129,8 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
 
 
 def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
-    """The checked octavo.v1 request, for the last token's vector. Raises InvalidRequest that names the caller's fields.
-    """
+    """The checked octavo.v1 request, for the last token's vector of length 1. Raises InvalidRequest that names the
+    caller's fields."""
     check_embed_served(request)
     token_ids = common_pb2.TokenIds(ids=request.tokenized.input_ids)
     translated = pb.EmbedRequest(request_id=request.request_id, inputs=[pb.EmbedInput(token_ids=token_ids)])
