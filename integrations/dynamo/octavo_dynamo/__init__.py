@@ -1,1 +1,1 @@
-"""An Octavo service as a backend of NVIDIA Dynamo: `python -m octavo_dynamo`. docs/dynamo.md says how."""
+"""An Octavo service as a backend of NVIDIA Dynamo: `python -m octavo_dynamo`. See docs/dynamo.md."""

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until SIGTERM. A user's mistake ends with one sentence."""
+    """Serve until SIGTERM. A user's mistake ends the process with a one-sentence message."""
     try:
         from dynamo.common.backend.run import run
     except ImportError as error:

@@ -1,8 +1,9 @@
-"""What of a service's prefix cache Dynamo's router has been told, and what a batch of events adds to that. Pure.
+"""Mirrors what Dynamo's router knows of a service's prefix cache, and finds what a batch of events changes. Pure.
 
-A service tells its present state, then each change; a change may be part of the state already, and a block may be gone
-before the ones that follow it. The router wants each block stored once, after the block that it follows, and removed
-once; and the same prompt by the same names whichever backend has it, so that names are made of tokens here.
+A service sends its present state, then each change. A change may already be part of the state, and a block may be
+removed before the blocks that follow it. The router expects each block to be stored once, after the block that it
+follows, and removed once; and the same prompt to have the same hashes on every backend, so hashes are computed here
+from the tokens.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from octavo.openengine import openengine_pb2 as oe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Blocks of a prompt, each following the one before it. parent: what the first one follows; None for nothing."""
+    """Consecutive blocks of a prompt. parent: the hash of the block before the first; None if that begins a prompt."""
 
     hashes: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -24,15 +25,15 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """Blocks that nobody has any more."""
+    """Blocks that are no longer cached."""
 
     hashes: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Block:
-    """mediums: where it lies. hash, depth: its name at the router and how many blocks are before it, while it is told
-    there: these are told too."""
+    """mediums: where the block is stored. hash: the router's name for it; None unless the router knows the block, and
+    with it all blocks before it. depth: how many blocks are before it."""
 
     parent: int | None
     token_ids: list[int]
@@ -42,19 +43,21 @@ class _Block:
 
 
 class CacheMirror:
-    """block_size: as it was registered; blocks of another one are counted in `num_alien` and not told."""
+    """block_size: in tokens, as registered with Dynamo; blocks of another size are counted in `num_alien` and not
+    reported."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks: dict[int, _Block] = {}  # by the service's numbers
+        self._blocks: dict[int, _Block] = {}  # by the service's block ids
         self._followers: dict[int | None, set[int]] = {}
-        self._stored: dict[int, _Block] = {}  # of this batch, by their names at the router, in order
-        self._removed: dict[int, int] = {}  # with their depths
+        self._stored: dict[int, _Block] = {}  # in this batch, by hash, in order
+        self._removed: dict[int, int] = {}  # hash -> depth
         self.num_alien = 0
 
     def take(self, batch: oe.KvEventBatch) -> list[Stored | Removed]:
-        """What to tell the router. A block counts wherever it lies: one in the host's memory is brought back. Removals
-        come last, without what the same batch stores again: a router forgets what follows a block together with it."""
+        """Apply a batch; returns what to tell the router. A block counts on whichever medium it is: one in host memory
+        can be brought back. Removals come last and leave out blocks that the same batch stores again: when a router
+        forgets a block, it also forgets those that follow it."""
         for event in batch.events:
             match event.WhichOneof("event"):
                 case "all_blocks_cleared":
@@ -67,7 +70,7 @@ class CacheMirror:
         return self._news()
 
     def forget(self) -> list[Stored | Removed]:
-        """All blocks are gone, or nobody knows."""
+        """Forget all blocks, which are gone or unknown. Returns what to tell the router."""
         self._clear()
         return self._news()
 
@@ -92,7 +95,7 @@ class CacheMirror:
             parent = number
 
     def _tell_from(self, number: int) -> None:
-        """A block whose beginning is known, and what follows it."""
+        """Report a block if all blocks before it are known, and then those that follow it."""
         waiting = [number]
         while waiting:
             number = waiting.pop()
@@ -116,7 +119,7 @@ class CacheMirror:
         if block.mediums:
             return
         waiting = [number]
-        while waiting:  # nobody can use what follows it
+        while waiting:  # the blocks that follow it cannot be used without it
             each = waiting.pop()
             self._withdraw(self._blocks[each])
             waiting += self._followers.get(each, ())
@@ -160,7 +163,7 @@ def _number(name: oe.KvBlockHash) -> int:
 
 
 def _name(before: int | None, token_ids: Iterable[int]) -> int:
-    """Of a block, by the one before it and its tokens."""
+    """The hash of a block, from the hash of the block before it and its tokens."""
     data = b"" if before is None else before.to_bytes(8, "little", signed=True)
     digest = hashlib.blake2b(data + array("I", token_ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

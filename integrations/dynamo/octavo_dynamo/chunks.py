@@ -15,11 +15,11 @@ _REASONS = {
 
 
 class Chunks:
-    """Of one request. ends: tokens that end its output. names_by_id: texts of tokens are `token_id:7` where the caller
-    asked for that.
+    """The chunks of one request. ends: tokens that end its output. names_by_id: write tokens as `token_id:7` instead of
+    their text.
 
-    Tokens that end in one of `ends` wait for the event that follows: Dynamo's frontend reads no further than such a
-    token, and would never see the usage.
+    A chunk whose last token is one of `ends` is held until the next event: Dynamo's frontend stops reading at such a
+    token and would never see the usage.
     """
 
     def __init__(self, *, ends: Collection[int] = (), names_by_id: bool = False) -> None:
@@ -28,10 +28,10 @@ class Chunks:
         self._held: dict[str, Any] | None = None
         self._prompt_scores: list[pb.TokenLogprobs] = []
         self.usage: common_pb2.Usage | None = None
-        """Once the output has ended."""
+        """Set once the output has ended."""
 
     def of(self, response: pb.GenerateResponse) -> list[dict[str, Any]]:
-        """The chunks that are ready with this event."""
+        """The chunks that are ready after this event."""
         held, self._held = self._held, None
         ready = [held] if held is not None else []
         match response.WhichOneof("event"):
@@ -47,7 +47,7 @@ class Chunks:
         return ready
 
     def cancelled(self) -> dict[str, Any]:
-        """The end of a request that its caller gave up."""
+        """The last chunk of a request that its caller cancelled."""
         return {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
 
     def _delta(self, delta: pb.Delta) -> dict[str, Any] | None:
@@ -61,7 +61,7 @@ class Chunks:
         return chunk
 
     def _candidates(self, scores: pb.TokenLogprobs) -> list[dict[str, Any]]:
-        """The most probable tokens by rank; the chosen one by itself where none are asked for."""
+        """The most probable tokens by rank; only the chosen one if none were asked for."""
         return [
             {"rank": rank, "token_id": each.token_id, "token": self._name(each), "logprob": each.logprob}
             for rank, each in enumerate(scores.top or [scores.chosen], start=1)
@@ -91,7 +91,7 @@ class Chunks:
         return chunk
 
     def _prompt_logprobs(self) -> list[dict[str, Any] | None]:
-        """By id, the first token's are not known."""
+        """For each prompt token, the candidates by token id; None for the first token, which has none."""
         positions: list[dict[str, Any] | None] = [None]
         for scores in self._prompt_scores:
             entries = {

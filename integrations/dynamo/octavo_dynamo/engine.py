@@ -1,4 +1,4 @@
-"""Dynamo's `LLMEngine` over an Octavo service: one backend instance is one service, with all its workers."""
+"""Implements Dynamo's `LLMEngine` with an Octavo service: one backend instance is one service, with all its workers."""
 
 import argparse
 import asyncio
@@ -38,15 +38,15 @@ from octavo_dynamo.service import Limits, Load, OctavoService
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 LOAD_INTERVAL_S = 0.5
-END_S = 5.0  # for streams that were cancelled to see it
-PASS_ON_S = 1.0  # for what they ended with to be on its way; Dynamo does not say when it is
-MISSES = 2  # in a row: a gateway that restarts at once is no reason to forget a cache
+END_S = 5.0  # how long to wait until cancelled streams have ended
+PASS_ON_S = 1.0  # time for their last messages to be sent; Dynamo does not say when that is done
+MISSES = 2  # in a row: a gateway that restarts at once should stay listed
 
 logger = logging.getLogger("octavo_dynamo")
 
 
 class OctavoEngine(LLMEngine):
-    """Made by `from_args`; everything that it holds is made by `start` and released by `cleanup`."""
+    """Created by `from_args`. `connect` and later methods acquire its resources; `cleanup` releases them."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -66,7 +66,7 @@ class OctavoEngine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple["OctavoEngine", WorkerConfig]:
-        """Of the command line: our own flags and those that all of Dynamo's backends have."""
+        """The engine and its configuration from the command line: our own flags and those of all Dynamo backends."""
         parser = argparse.ArgumentParser(
             prog="python -m octavo_dynamo",
             usage="%(prog)s --target HOST:PORT --model-path FOLDER [flags; --help tells them]",
@@ -91,7 +91,7 @@ class OctavoEngine(LLMEngine):
         return cls(arguments), config
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Tell what `connect` found. Raises StartError."""
+        """The configuration that `connect` found. Raises StartError."""
         arguments, limits = self._arguments, await self.connect()
         return EngineConfig(
             model=arguments.model_path,
@@ -106,8 +106,8 @@ class OctavoEngine(LLMEngine):
         )
 
     async def connect(self) -> Limits:
-        """Wait until the service has the model. Idempotent. Best before Dynamo's runtime is there: it answers no signal
-        until `start` has ended. Raises StartError."""
+        """Wait until the service has the model; returns its limits. Idempotent. Best called before Dynamo's runtime
+        exists, which handles no signals until `start` has returned. Raises StartError."""
         if self._limits is not None:
             return self._limits
         arguments = self._arguments
@@ -121,7 +121,8 @@ class OctavoEngine(LLMEngine):
         return self._limits
 
     async def cleanup(self) -> None:
-        """Let requests in flight end, for a while; the service itself goes on. Idempotent."""
+        """Wait for requests in flight, up to the drain grace, then release everything. The service itself keeps
+        running. Idempotent."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._arguments.drain_grace):
                 await self._is_idle.wait()
@@ -136,8 +137,8 @@ class OctavoEngine(LLMEngine):
             await service.close()
 
     async def _send_elsewhere(self) -> None:
-        """End what still runs, and let Dynamo pass that on: when this method has returned its runtime is shut down, and
-        what it has not told the frontend by then reads as if the caller had left."""
+        """End requests that still run, and give Dynamo time to pass that on. After cleanup Dynamo shuts down its
+        runtime; a request whose end the frontend has not been told by then looks as if its caller had disconnected."""
         if not self._calls:
             return
         for call in [*self._calls.values()]:
@@ -148,13 +149,14 @@ class OctavoEngine(LLMEngine):
         await asyncio.sleep(PASS_ON_S)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """One token of a prompt of one."""
+        """A request for one token from a one-token prompt."""
         return build_health_check_payload(bos_token_id=next(iter(self._limits.ends), 0) if self._limits else 0)
 
     # ---------------------------------------------------------------- requests
 
     async def generate(self, request: Any, context: Context) -> AsyncGenerator[dict[str, Any], None]:
-        """The service's tokens as they come. Raises what Dynamo's frontend makes statuses of, or migrates by."""
+        """The service's tokens as they arrive. Raises Dynamo's errors, by which its frontend chooses a status or
+        migrates the request."""
         if self._service is None or self._limits is None:
             raise dynamo_errors.EngineShutdown("this backend is not connected to an Octavo service")
         normalize_request_token_ids(request)
@@ -186,14 +188,14 @@ class OctavoEngine(LLMEngine):
         except asyncio.CancelledError:
             if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            if self._is_closed:  # another backend may go on
+            if self._is_closed:  # another backend may continue the request
                 raise dynamo_errors.EngineShutdown("this backend is shutting down") from None
             yield chunks.cancelled()
         finally:
             self._end(request_id, call)
 
     async def abort(self, context: Context) -> None:
-        """The caller is gone: the request ends at its next step, also where nobody reads its chunks any more."""
+        """End a request whose caller has left. It ends at its next step, even if nobody reads its chunks any more."""
         request_id = context.id() or ""
         if (call := self._calls.get(request_id)) is not None:
             self._end(request_id, call)
@@ -213,26 +215,26 @@ class OctavoEngine(LLMEngine):
     # ---------------------------------------------------------------- what the router reads
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """One: a service is one rank, whichever worker has a block."""
+        """One source: a service is one rank, whichever worker has a block."""
         loop = asyncio.get_running_loop()
         return [PushSource(on_ready=lambda publisher: _call_in(loop, self._follow_cache, publisher), dp_rank=0)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """That one."""
+        """The only rank."""
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Where the load is told."""
+        """Set the publisher of the load."""
         self._snapshots = publisher
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Begin to follow the load."""
+        """Start to follow the load."""
         if self._service is not None and self._limits is not None:
             follow = self._service.follow_load(self._limits.model, LOAD_INTERVAL_S, self._take_load)
             self._tasks += [asyncio.create_task(follow), asyncio.create_task(self._keep_listed(endpoint))]
 
     async def _keep_listed(self, endpoint: Any) -> None:
-        """While the service takes no requests the router does not know this backend."""
+        """Keep this backend listed at the router, except while the service takes no requests."""
         is_listed = True
         while True:
             await self._load_came.wait()
@@ -242,7 +244,7 @@ class OctavoEngine(LLMEngine):
                 change = endpoint.register_endpoint_instance if is_wanted else endpoint.unregister_endpoint_instance
                 try:
                     await change()
-                except Exception as error:  # of Dynamo's discovery; with the next load it is tried again
+                except Exception as error:  # from Dynamo's discovery; retried with the next load
                     logger.error("the list of backends cannot be changed: %s", error)
                     continue
                 is_listed = is_wanted
@@ -285,12 +287,12 @@ class OctavoEngine(LLMEngine):
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Any, argument: Any) -> None:
-    """Whichever thread asks."""
+    """Call the function in the loop's thread, from any thread."""
     loop.call_soon_threadsafe(function, argument)
 
 
 def _dynamo_error(error: OctavoError, *, has_started: bool) -> Exception:
-    """Of these only the ones for lost services make the frontend try another backend."""
+    """Dynamo's error for ours. Only those for a lost service make the frontend try another backend."""
     match error:
         case InvalidRequest():
             fields = "; ".join(f"{name_here(each.field)}: {each.description}" for each in error.violations)
@@ -337,7 +339,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _wrong(arguments: argparse.Namespace) -> str | None:
-    """What is wrong, in one sentence."""
+    """What is wrong with the arguments, in one sentence; None if nothing is."""
     path = Path(arguments.model_path)
     if path.is_dir() and not (path / "config.json").is_file():
         return f"--model-path: there is no config.json in {path}"

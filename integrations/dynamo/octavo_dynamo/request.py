@@ -1,6 +1,6 @@
-"""A request of Dynamo's, tokens and options, as the octavo.v1 request that means the same. Pure; knows no Dynamo.
+"""Translates a Dynamo request (tokens and options) into the equivalent octavo.v1 request. Pure; imports no Dynamo.
 
-Every option is served or refused by the name that Dynamo has for it; what only routers read is passed over.
+Every option is either served or refused under Dynamo's name for it; options that only routers read are ignored.
 """
 
 import json
@@ -24,7 +24,7 @@ _SAMPLING = {
 _STOP = {"max_tokens": "max_tokens", "min_tokens": "min_tokens", "ignore_eos": "ignore_eos"}
 _OUTPUT = {name: name for name in ("logprobs", "prompt_logprobs", "skip_special_tokens")}
 
-# What a request may have, by the part that it is in. Parts that are not named here have no options.
+# Options that are accepted, by the part of the request that they are in.
 _OPTIONS = {
     "sampling_options": {*_SAMPLING, "n", "best_of", "top_k", "seed", "use_beam_search", "length_penalty"}
     | {"include_stop_str_in_output", "guided_decoding", "detokenize"},
@@ -32,7 +32,7 @@ _OPTIONS = {
     "output_options": {*_OUTPUT, "formatted_prompt", "no_stop_trim", "return_tokens_as_token_ids"},
 }
 _GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf"}
-# Whose absence and whose emptiness say the same; a value asks for what no service of Octavo's does.
+# Fields that may be absent or empty; a value asks for something that no Octavo service does.
 _REFUSED = {
     "multi_modal_data": "the model takes text only",
     "mm_processor_kwargs": "the model takes text only",
@@ -42,7 +42,7 @@ _REFUSED = {
     "prefill_result": "a service does whole requests: prefill and decode are not separated",
     "bootstrap_info": "a service does whole requests: prefill and decode are not separated",
 }
-# Back again, for errors; the first prefix that fits.
+# octavo.v1 -> Dynamo, for errors; the first prefix that matches.
 _PATHS = (
     ("token_ids", "token_ids"),
     ("input", "token_ids"),
@@ -58,11 +58,12 @@ _PATHS = (
 
 
 class RefusedError(ValueError):
-    """An option that this backend does not serve, by its name."""
+    """An option is not served by this backend; the message names it."""
 
 
 def generate_request(request: Mapping[str, Any], *, request_id: str, model: str) -> pb.GenerateRequest:
-    """model: the service's name for it. Raises RefusedError; what values may be, the service checks."""
+    """The octavo.v1 request. model: the service's name for it. Raises RefusedError for options that are not served,
+    TypeError or ValueError for values that a field cannot hold. Ranges are checked by the service."""
     for refusal in _refusals(request):
         raise RefusedError(refusal)
     sampling, stop = _part(request, "sampling_options"), _part(request, "stop_conditions")
@@ -78,7 +79,7 @@ def generate_request(request: Mapping[str, Any], *, request_id: str, model: str)
         constraint=_constraint(sampling.get("guided_decoding") or {}),
     )
     if (top_k := sampling.get("top_k")) is not None:
-        translated.sampling.top_k = max(0, top_k)  # -1 is the other word for all
+        translated.sampling.top_k = max(0, top_k)  # -1 also means all
     if sampling.get("seed") is not None:
         translated.sampling.seed = sampling["seed"]
     if sampling.get("include_stop_str_in_output") is not None:
@@ -86,19 +87,19 @@ def generate_request(request: Mapping[str, Any], *, request_id: str, model: str)
     if routing.get("priority") is not None:
         low, high = PRIORITIES
         translated.priority = min(high, max(low, routing["priority"]))
-    # The frontend makes the text; without stop strings nobody else needs it.
+    # The frontend makes the output's text. Text is needed here only for stop strings and log-probabilities.
     needs_text = bool(translated.stop.strings) or translated.output.HasField("logprobs")
     translated.output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_text else pb.OUTPUT_FORMAT_TOKEN_IDS
     return translated
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a service can take it; a request with another one gets an id of the service's own."""
+    """Whether the service accepts this id; a request with any other gets one from the service."""
     return 0 < len(text) <= MAX_REQUEST_ID and all("!" <= letter <= "~" for letter in text)
 
 
 def name_here(path: str) -> str:
-    """Dynamo's name of a field of octavo.v1."""
+    """Dynamo's name for a field path of octavo.v1."""
     for ours, theirs in _PATHS:
         if path.startswith(ours):
             return theirs + path.removeprefix(ours)
@@ -114,7 +115,7 @@ def _renamed(part: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def _stop(stop: Mapping[str, Any], *, eos_token_ids: Sequence[int]) -> pb.StopConditions:
-    """Hidden ids are the model's own ends: who ignores those does not stop at them."""
+    """Hidden ids are the model's own end tokens: a request with ignore_eos does not stop at them."""
     ends = {*eos_token_ids, *(stop.get("stop_token_ids_hidden") or ())}
     wanted = [each for name in ("stop_token_ids", "stop_token_ids_visible") for each in stop.get(name) or ()]
     if stop.get("ignore_eos"):
@@ -153,7 +154,7 @@ def _refusals(request: Mapping[str, Any]) -> Iterator[str]:
     if sampling.get("length_penalty") not in (None, 1):
         yield "sampling_options.length_penalty belongs to beam search, which is not supported"
     for name in ("n", "best_of"):
-        if sampling.get(name) not in (None, 1):  # the frontend ends a request where its first output ends
+        if sampling.get(name) not in (None, 1):  # the frontend ends a request when its first output ends
             yield f"sampling_options.{name} must be 1, not {sampling[name]}"
     if (sampling.get("top_k") or 0) < -1:
         yield f"sampling_options.top_k must be -1 or more, not {sampling['top_k']}"

@@ -1,4 +1,4 @@
-"""The Octavo service behind the backend: its limits, its cache and its load, over gRPC. Knows no Dynamo."""
+"""The Octavo service behind the backend: its limits, cache and load, over gRPC. Imports no Dynamo."""
 
 import asyncio
 import logging
@@ -22,12 +22,13 @@ logger = logging.getLogger("octavo_dynamo")
 
 
 class StartError(Exception):
-    """The service cannot be used, in one sentence."""
+    """The service cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of all workers of the model together. ends: tokens that end its outputs."""
+    """The limits of all the model's workers together. context_length, block_size and max_batched_tokens are in tokens;
+    max_batched_tokens is None if unknown. ends: tokens that end the model's outputs."""
 
     model: str
     context_length: int
@@ -40,14 +41,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Blocks that requests hold, of all there are."""
+    """Blocks that requests hold, and all blocks."""
 
     used_blocks: int
     total_blocks: int
 
 
 class OctavoService:
-    """One connection, made again when it is lost. Make it inside of the event loop that uses it."""
+    """One connection, re-established when it is lost. Create it inside the event loop that uses it."""
 
     def __init__(
         self, target: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
@@ -63,14 +64,14 @@ class OctavoService:
     def generate(
         self, request: pb.GenerateRequest
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
-        """The call; `cancel()` ends the request."""
+        """The call of a request; its `cancel()` ends the request."""
         call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] = self._inference.Generate(
             request, metadata=self._metadata
         )
         return call
 
     async def limits(self, model: str, *, timeout_s: float) -> Limits:
-        """Of a model ("": the only one), as soon as a worker serves it. Raises StartError."""
+        """The limits of a model ("": the only one), as soon as a worker serves it. Raises StartError."""
         deadline_s, wait_s = time.monotonic() + timeout_s, FIRST_WAIT_S
         while True:
             try:
@@ -124,7 +125,7 @@ class OctavoService:
         raise Unavailable("the service told no load", code=grpc.StatusCode.UNAVAILABLE)
 
     async def _max_batched_tokens(self) -> int | None:
-        """None where the service does not speak openengine.v1."""
+        """None if the service does not say, or does not serve openengine.v1."""
         try:
             info = await self._control.GetServerInfo(oe.GetServerInfoRequest(), **self._options())
         except grpc.aio.AioRpcError as error:
@@ -134,7 +135,7 @@ class OctavoService:
         return info.capacity.max_batched_tokens if info.capacity.HasField("max_batched_tokens") else None
 
     async def follow_cache(self, model: str, take: Callable[[oe.KvEventBatch | None], None]) -> None:
-        """Tell which blocks of the model are cached, for ever; None each time that nobody knows any more."""
+        """Pass on which blocks of the model are cached, until cancelled; None each time that this becomes unknown."""
         metadata = (*(self._metadata or ()), ("x-model", model))
 
         async def follow() -> AsyncIterator[None]:
@@ -153,7 +154,8 @@ class OctavoService:
         await self._again_and_again("KV events", follow, lost=lambda: take(None))
 
     async def follow_load(self, model: str, interval_s: float, take: Callable[[Load | None], None]) -> None:
-        """Tell the load of the model's workers, for ever; None each time that the service takes no requests for it."""
+        """Pass on the load of the model's workers, until cancelled; None each time that the service takes no requests
+        for it."""
         request = load_pb2.WatchLoadRequest(interval_s=interval_s)
 
         async def follow() -> AsyncIterator[None]:
@@ -170,7 +172,7 @@ class OctavoService:
     async def _again_and_again(
         self, what: str, follow: Callable[[], AsyncIterator[None]], *, lost: Callable[[], None]
     ) -> None:
-        """With pauses that grow while nothing comes. Ends where the service will never tell."""
+        """Repeat `follow`, with pauses that grow while nothing comes. Returns if the service will never answer."""
         wait_s = FIRST_WAIT_S
         while True:
             try:
@@ -195,12 +197,12 @@ class OctavoService:
         return {"timeout": CALL_TIMEOUT_S, "metadata": self._metadata}
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         await self._channel.close()
 
 
 def _workers(snapshot: load_pb2.WatchLoadResponse, model: str) -> Sequence[load_pb2.WorkerSnapshot]:
-    """That take requests."""
+    """The model's workers that take requests."""
     ready = load_pb2.WORKER_CONDITION_READY
     return [each for each in snapshot.workers if each.model == model and each.condition == ready]
 
