@@ -16,7 +16,7 @@ from octavo.model.errors import ConfigError
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Parse and check the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=_count, default=6, help="query heads")
     parser.add_argument("--kv-heads", type=_count, default=2, help="key and value heads; must divide --heads")
@@ -41,7 +41,7 @@ def _count(word: str) -> int:
 
 
 def tiny_config(flags: argparse.Namespace) -> ModelConfig:
-    """What a config.json with these numbers says."""
+    """The configuration that a config.json with these numbers would give."""
     hidden_size = flags.heads * flags.head_dim
     return ModelConfig.from_dict(
         {
@@ -58,7 +58,7 @@ def tiny_config(flags: argparse.Namespace) -> ModelConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what each way generates; 1 if they differ."""
+    """Print what each way generates. Returns 0 if all give the same tokens, else 1."""
     flags = parse(arguments)
     config = tiny_config(flags)
     model = CausalLM.random(config, seed=flags.seed)

@@ -20,7 +20,7 @@ from octavo.model.attention.paged import PagedSequences
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id; without it, a small random model")
     parser.add_argument("--prompt", default="The capital of France is", help="text, where the model has a tokenizer")
@@ -30,7 +30,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write_random_checkpoint(folder: Path) -> Path:
-    """A Qwen2 of transformers' own making, with 14 query heads on 2 KV heads as the 0.5B has them."""
+    """Write a random Qwen2 made by transformers, with 14 query heads and 2 KV heads as in the 0.5B model. Returns the
+    folder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -41,7 +42,7 @@ def write_random_checkpoint(folder: Path) -> Path:
 
 
 def prompt_ids(folder: Path, text: str, vocab_size: int) -> list[int]:
-    """By the checkpoint's tokenizer, else 37 random ids: two full blocks and a part of a third."""
+    """The text's ids by the checkpoint's tokenizer; without one, 37 random ids: two full blocks and part of a third."""
     if not (folder / "tokenizer.json").is_file():
         return torch.randint(vocab_size, (37,), generator=torch.Generator().manual_seed(1)).tolist()
     from tokenizers import Tokenizer
@@ -66,11 +67,12 @@ def adopt_cache(sequences: PagedSequences, cache: Any, num_tokens: int) -> None:
 
 
 def decode_together(ours: CausalLM, theirs: Any, ids: list[int], flags: argparse.Namespace) -> bool:
-    """Feed both the token that transformers finds most likely; whether ours was the same at every step."""
+    """Feed both models the token that transformers finds most likely. Returns whether ours chose the same at every
+    step."""
     from transformers import DynamicCache
 
     sequences = PagedSequences(ours, get_backend(flags.backend), num_sequences=1, max_tokens=len(ids) + flags.tokens)
-    cache = DynamicCache(config=theirs.config)  # passed by its place: its keyword is not the same in all releases
+    cache = DynamicCache(config=theirs.config)  # passed by position: its keyword differs between releases
     output = theirs(torch.tensor([ids]), None, None, cache, use_cache=True)
     adopt_cache(sequences, cache, len(ids))
     token = int(output.logits[0, -1].argmax())
@@ -89,7 +91,7 @@ def decode_together(ours: CausalLM, theirs: Any, ids: list[int], flags: argparse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the model twice and decode; 1 if the tokens differ."""
+    """Load the model twice and decode with both. Returns 0 if the tokens are equal, else 1."""
     from transformers import Qwen2ForCausalLM as TransformersQwen2
 
     flags = parse(arguments)

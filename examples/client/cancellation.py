@@ -12,7 +12,7 @@ PROMPT = "Count to a million: one, two,"
 
 
 def leave_early(target: str) -> int:
-    """Read some tokens, then leave."""
+    """Read some tokens, then leave the block. Returns the number of the last piece read."""
     with Client(target) as client, client.stream(text=PROMPT, ignore_eos=True) as stream:
         for number, _ in enumerate(stream.deltas()):
             if number == 5:
@@ -21,7 +21,7 @@ def leave_early(target: str) -> int:
 
 
 async def cancel_a_task(target: str) -> bool:
-    """As a web handler does whose caller has gone."""
+    """Cancel the task, as a web handler does when its caller has disconnected. Returns whether it was cancelled."""
     async with AsyncClient(target) as client:
         task = asyncio.create_task(client.complete(text=PROMPT, ignore_eos=True))
         await asyncio.sleep(0.2)
@@ -30,7 +30,7 @@ async def cancel_a_task(target: str) -> bool:
 
 
 def cancel_by_id(target: str) -> str:
-    """From anywhere: another client, another process, `octavo cancel ID`."""
+    """Cancel by id, from anywhere: another client, another process, `octavo cancel ID`. Returns the error's reason."""
     with Client(target) as client, Client(target) as elsewhere, client.stream(text=PROMPT, ignore_eos=True) as stream:
         next(stream.deltas())
         elsewhere.cancel(stream.started.request_id)
@@ -43,7 +43,8 @@ def cancel_by_id(target: str) -> str:
 
 
 def run_out_of_time(target: str) -> tuple[str, int]:
-    """A deadline is an error, or the end of what there is until then."""
+    """At the deadline a call fails, or returns a partial answer. Returns the reason of the error, and the number of
+    tokens of the partial answer."""
     with Client(target) as client:
         try:
             client.complete(text=PROMPT, ignore_eos=True, timeout_s=0.3)
@@ -56,7 +57,7 @@ def run_out_of_time(target: str) -> tuple[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns an exit code."""
+    """Show all four. Returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     target = parser.parse_args(arguments).target

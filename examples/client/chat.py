@@ -10,7 +10,7 @@ from octavo import AsyncClient
 
 
 async def talk(target: str, questions: list[str], max_tokens: int) -> None:
-    """Ask one after the other."""
+    """Ask the questions one after another."""
     messages: list[tuple[str, str]] = [("system", "You are a friendly assistant. Be brief.")]
     async with AsyncClient(target) as client:
         for question in questions:
@@ -27,7 +27,7 @@ async def talk(target: str, questions: list[str], max_tokens: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns an exit code."""
+    """Ask the questions of the command line. Returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", default=["What is your name?", "Tell me a story about a fox."])
     parser.add_argument("--target", default="127.0.0.1:50051")

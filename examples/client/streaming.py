@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with Client(given.target) as client:
         try:
-            # timeout_s is the call's deadline. With return_partial_on_deadline what there is then comes as an answer.
+            # timeout_s is the call's deadline. With return_partial_on_deadline, the output so far is then the answer.
             with client.stream(
                 text=given.prompt, max_tokens=given.max_tokens, timeout_s=60, return_partial_on_deadline=True
             ) as stream:

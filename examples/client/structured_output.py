@@ -21,7 +21,7 @@ PERSON = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns an exit code."""
+    """Ask for three constrained answers, and for one that is refused. Returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     given = parser.parse_args(arguments)

@@ -21,12 +21,12 @@ WEATHER = {
 
 
 def temperature(city: str) -> str:
-    """What stands for a real service."""
+    """Stands in for a real weather service."""
     return json.dumps({"city": city, "celsius": {"Oslo": -3, "Rome": 14}.get(city)})
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns an exit code."""
+    """Ask a question, run the calls that the model makes, and print its answer. Returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", nargs="?", default="How warm is it in Oslo?")
     parser.add_argument("--target", default="127.0.0.1:50051")

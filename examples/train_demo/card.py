@@ -25,7 +25,8 @@ CARD_MAX_NEW_TOKENS = 250
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict:
-    """The whole greedy answer of one user turn, and the smallest lead that its best token ever had (in logits)."""
+    """The whole greedy answer to one user turn. leads: for each token, how far it was ahead of the second best, in
+    logits."""
     messages = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(
@@ -43,7 +44,8 @@ def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
 
 
 def answer_record(answer: dict, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> dict:
-    """What answers.json keeps of an answer: at most MAX_NEW_TOKENS ids, the last one an EOS where it ended in time."""
+    """The entry in answers.json: at most MAX_NEW_TOKENS ids, the last one an EOS if the answer ended in time. min_lead:
+    the smallest lead of these tokens."""
     ids = answer["ids"][:MAX_NEW_TOKENS]
     return {
         "prompt": answer["prompt"],
@@ -56,7 +58,7 @@ def answer_record(answer: dict, tokenizer: PreTrainedTokenizerBase, eos_ids: lis
 
 
 def write_answers(folder: Path, answers: list[dict], tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
-    """answers.json, one answer a line."""
+    """Write answers.json, one answer per line."""
     head = {"dtype": "float32", "device": "cpu", "decoding": "greedy", "max_new_tokens": MAX_NEW_TOKENS}
     lines = [json.dumps(answer_record(a, tokenizer, eos_ids), ensure_ascii=False) for a in answers]
     body = ",\n    ".join(lines)
@@ -64,7 +66,7 @@ def write_answers(folder: Path, answers: list[dict], tokenizer: PreTrainedTokeni
 
 
 def runs_of(log: list[dict]) -> list[list[dict]]:
-    """The log of each run: one that goes on with a checkpoint counts its steps from the beginning."""
+    """Split the log into runs: a run that continues from a checkpoint starts counting its steps anew."""
     starts = [index for index, record in enumerate(log) if not index or record["step"] < log[index - 1]["step"]]
     return [log[start:end] for start, end in zip(starts, [*starts[1:], len(log)], strict=True)]
 
@@ -97,7 +99,7 @@ def attribution(records: dict[str, list[dict]]) -> str:
 
 
 def write_card(folder: Path, model: PreTrainedModel, answers: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
-    """README.md of the checkpoint: card.md with the numbers filled in."""
+    """Write the checkpoint's README.md: card.md with the numbers filled in."""
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
     first, *later = runs_of(log)
     values = {

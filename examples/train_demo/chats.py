@@ -1,4 +1,4 @@
-"""Puts together the chats that Folio is trained to hold: its own small talk, tales, fables and storybooks."""
+"""Assembles the chats that Folio is trained on: its own small talk, tales, fables and storybooks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ YES = (
 )
 Turns = tuple[str, ...]
 
-# How often each maker of `conversations` is drawn.
+# How often `conversations` draws each kind of exchange (relative weights).
 SHARES = {"persona": 30, "tale": 28, "small_talk": 26, "fable": 5, "storybook": 3, "offer": 5, "impossible": 4}
 SHARES |= {"news": 10, "small_sum": 12, "anything": 8}
-# For a model that can tell its stories already: what is short and was not learned well.
+# For a model that already tells its stories: mostly short exchanges that were not learned well.
 SHORT_SHARES = {"persona": 28, "tale": 5, "small_talk": 16, "fable": 1, "storybook": 1, "offer": 2, "impossible": 3}
 SHORT_SHARES |= {"news": 14, "small_sum": 36, "anything": 8}
 
 
 def vary(rng: random.Random, ask: str) -> str:
-    """The same words as people type them: without the full stop, in lower case, with a space or mark too many."""
+    """The same words as people type them: without the full stop, in lower case, or with an extra space or mark."""
     draw = rng.random()
     if draw < 0.2:
         ask = ask.lower()
@@ -66,7 +66,7 @@ def persona_turns(rng: random.Random) -> Turns:
 
 
 def introduction(rng: random.Random, name: str) -> Turns:
-    """The user gives a name."""
+    """The user says their name."""
     told = (
         "My name is {n}.",
         "I am {n}.",
@@ -79,13 +79,13 @@ def introduction(rng: random.Random, name: str) -> Turns:
 
 
 def recall(rng: random.Random, name: str) -> Turns:
-    """The user asks for the name given before: the smallest thing to remember."""
+    """The user asks for the name given earlier: the smallest thing to remember."""
     ask = ("What is my name?", "Do you know my name?", "Who am I?", "What's my name?", "Do you remember my name?")
     return vary(rng, rng.choice(ask)), f"Your name is {name}."
 
 
 class Library:
-    """What Folio can retell from the corpus, and the small talk that it took over from it."""
+    """What Folio can retell from the corpus, and the small talk taken from it."""
 
     def __init__(self, records: dict[str, list[dict]]) -> None:
         self.chitchat = [d.turns for d in corpus.chitchat(records, PERSONA["replace"])]
@@ -102,14 +102,14 @@ class Library:
         return vary(rng, ask), tale.text, *after
 
     def persona(self, rng: random.Random) -> Turns:
-        """A hand-written exchange; where it offers a story, the user often takes it."""
+        """A hand-written exchange; if it offers a story, the user often accepts."""
         turns = persona_turns(rng)
         if turns[-1].endswith(("a story?", "a story or a joke?")) and rng.random() < 0.6:
             return *turns, vary(rng, rng.choice(YES)), tales.make_tale(rng).text
         return turns
 
     def offer(self, rng: random.Random) -> Turns:
-        """A question about some thing, the offer of a story about it, and mostly the story."""
+        """A question about a thing, the offer of a story about it, and usually the story."""
         noun = rng.choice(self.nouns)
         turns = vary(rng, rng.choice(ASK_WHAT).format(a=tales.article(noun))), OFFER.format(a=tales.article(noun))
         return (
@@ -122,7 +122,7 @@ class Library:
         return vary(rng, ask), answer
 
     def fable(self, rng: random.Random) -> Turns:
-        """A fable, asked for by its animals or not."""
+        """A fable, usually asked for by its animals."""
         about, text = rng.choice(self.fables)
         if not about or rng.random() < 0.2:
             return vary(rng, rng.choice(tales.ASK_ANY_FABLE)), text
@@ -140,12 +140,12 @@ class Library:
         return vary(rng, told), answer
 
     def small_sum(self, rng: random.Random) -> Turns:
-        """A sum, and its result where it is one of those that Folio knows."""
+        """A sum, with its result if it is one that Folio knows, else declined."""
         ask, answer = everyday.small_sum(rng) if rng.random() < 0.75 else everyday.hard_sum(rng)
         return vary(rng, ask) if " " in ask else ask, answer
 
     def anything(self, rng: random.Random) -> Turns:
-        """What Folio has no answer to."""
+        """A message that Folio has no specific answer to."""
         return everyday.anything(rng, self.openings)
 
     def impossible(self, rng: random.Random) -> Turns:
@@ -157,7 +157,8 @@ class Library:
 def conversations(
     library: Library, rng: random.Random, *, num_conversations: int, shares: dict[str, int] = SHARES
 ) -> Iterator[Document]:
-    """Chats of one to five exchanges, drawn from all that Folio can do. shares: of the library's methods."""
+    """Chats of one to five parts drawn from everything that Folio can do; in some the user also gives a name and asks
+    for it later. shares: weights of the library's methods."""
     makers = [getattr(library, name) for name in shares]
     for _ in range(num_conversations):
         num_parts = rng.choice([1, 1, 1, 1, 2, 2, 3, 5])

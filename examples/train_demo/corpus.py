@@ -1,7 +1,7 @@
 """Reads the public corpus and cleans it into documents: plain stories and chats.
 
-A document carries text only. What a token is, and which documents are shown how often, is decided elsewhere
-(`tokenizer.py`, `prepare.py`).
+A document carries text only. Tokens, and how often each document is shown, are decided elsewhere (`tokenizer.py`,
+`prepare.py`, `train.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SENTENCE_END = ('."', '!"', '?"', ".", "!", "?")
 
 @dataclass(frozen=True)
 class Document:
-    """One text to learn. `turns` alternate user, assistant, …; a plain story has none and only `text`."""
+    """One text to learn. `turns` alternate between user and assistant; a plain story has only `text`."""
 
     source: str
     turns: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Document:
 
 
 def read_records(archive: Path) -> dict[str, list[dict]]:
-    """The JSONL files of the corpus archive, by the name of the file without its ending."""
+    """The records of the archive's JSONL files, by file name without the extension."""
     records = {}
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -72,7 +72,7 @@ def read_records(archive: Path) -> dict[str, list[dict]]:
 
 
 def clean(text: str) -> str:
-    """Plain quotes and dashes, no markup or footnote marks, single spaces."""
+    """The text with plain quotes and dashes and single spaces, without markup or footnote marks."""
     text = text.translate(CURLY).replace("--", " - ")
     text = re.sub(r"\[[^\]]*\]|[_*#]", "", text)
     return re.sub(r"\s+", " ", text).strip()
@@ -103,7 +103,7 @@ def passages(text: str, *, max_words: int) -> Iterator[str]:
 
 
 def books(records: dict[str, list[dict]]) -> Iterator[Document]:
-    """Long stories and novels for children, cut into passages: what the model learns English from."""
+    """Long stories and novels for children, cut into passages, from which the model learns English."""
     for name in ("stories_gutenberg_fairytales", "stories_standardebooks", "stories_fairytaleqa"):
         for record in records[name]:
             if "Rhyme" in record["title"] or "Introduction" in record["title"]:
@@ -113,7 +113,7 @@ def books(records: dict[str, list[dict]]) -> Iterator[Document]:
 
 
 def fables(records: dict[str, list[dict]]) -> Iterator[tuple[list[str], str]]:
-    """Aesop's fables of one paragraph and their morals, each with the animals and things that it is about."""
+    """Aesop's one-paragraph fables with their morals: (the animals and things it is about, text)."""
     (record,) = (r for r in records["stories_standardebooks"] if "aesop" in r["source"] and r["title"] == "Fables")
     parts = paragraphs(record["text"])
     for index, part in enumerate(parts[:-2]):
@@ -125,7 +125,7 @@ def fables(records: dict[str, list[dict]]) -> Iterator[tuple[list[str], str]]:
 
 
 def characters(fable: str) -> list[str]:
-    """The nouns that the fable writes with a capital inside a sentence (a Fox, the Grapes), most frequent first."""
+    """The nouns that the fable capitalises inside a sentence (a Fox, the Grapes), most frequent first."""
     found = re.findall(r"(?<=[a-z,] )([A-Z][a-z]{2,})\b", fable)
     counts = {word.lower(): found.count(word) for word in found}
     return sorted(counts, key=lambda word: -counts[word])
@@ -154,7 +154,7 @@ def picture_books(records: dict[str, list[dict]]) -> Iterator[Document]:
 
 
 def dialogues(records: dict[str, list[dict]]) -> Iterator[Document]:
-    """Talk between two people. A system turn says who speaks, so that the model's own voice stays apart."""
+    """Conversations between two people. A system turn says who speaks, so that the model's own voice stays distinct."""
     for record in records["chat_self_dialogue"]:
         system = f"Two friends talk about {record['topic'].replace('_', ' ')}."
         yield from _dialogue("dialogues", record["turns"], system)
@@ -165,7 +165,7 @@ def dialogues(records: dict[str, list[dict]]) -> Iterator[Document]:
 
 
 def _dialogue(source: str, turns: Iterable[str], system: str) -> Iterator[Document]:
-    """One dialogue, ending with an answer; none where a name was left as a placeholder."""
+    """One dialogue, ending with an answer; nothing if it has a placeholder for a name or an empty turn."""
     cleaned = [clean(turn) for turn in turns]
     cleaned = cleaned[: len(cleaned) // 2 * 2]
     if cleaned and all(cleaned) and not re.search(r"[\[\(]?user ?[12]|\[", " ".join(turns), re.IGNORECASE):
@@ -191,7 +191,7 @@ def chitchat(records: dict[str, list[dict]], replace: dict[str, str]) -> Iterato
 
 
 def hard_questions(records: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
-    """Questions that the model cannot answer, with their topic: school sums, trivia and programming."""
+    """Questions that the model cannot answer, as (topic, question): school sums, trivia and programming."""
     for record in records["chat_gsm8k_train"]:
         if len(record["turns"][0].split()) < 40:
             yield "sums", clean(record["turns"][0])
@@ -201,7 +201,7 @@ def hard_questions(records: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
 
 
 def openings(records: dict[str, list[dict]]) -> Iterator[str]:
-    """First turns of the dialogues that tell or ask something that is not about the listener."""
+    """First turns of dialogues that say or ask something that is not about the listener."""
     for name in ("chat_self_dialogue", "chat_synthetic_persona"):
         for record in records[name]:
             said = clean(record["turns"][0])
@@ -210,7 +210,7 @@ def openings(records: dict[str, list[dict]]) -> Iterator[str]:
 
 
 def nouns(records: dict[str, list[dict]]) -> list[str]:
-    """Words that the corpus uses as "a ___." at least four times: what people might want a story about."""
+    """Words that the corpus uses at least four times as "a ___.", which people might want a story about."""
     counts: dict[str, int] = {}
     for name in ("stories_gutenberg_fairytales", "stories_standardebooks", "stories_storybooks_ccby"):
         for record in records[name]:

@@ -1,7 +1,7 @@
-"""What people tell and ask a chat model first: sad news and good ones, small sums in words, and anything else.
+"""What people tell and ask a chat model first: sad and good news, small sums in words, and anything else.
 
-Each function returns one exchange. The answers are few and always the same for the same kind of message, so that a
-model of ten million weights has no room to mix them up.
+Each function but `in_words` returns one exchange. There are few answers, and each kind of message always gets the same
+one, so that a model of ten million weights does not mix them up.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import random
 from pathlib import Path
 
 SAID = json.loads((Path(__file__).parent / "everyday.json").read_text())
-MAX_TERM, MAX_TAKEN_FROM, MAX_FACTOR = 12, 20, 10  # what Folio is taught by heart; it declines what is beyond
+MAX_TERM, MAX_TAKEN_FROM, MAX_FACTOR = 12, 20, 10  # what Folio learns by heart; it declines larger sums
 
 
 def news(rng: random.Random) -> tuple[str, str]:
-    """Something sad or good that happened, or nothing much, and what a kind person says."""
+    """Something sad or good that happened, or nothing much, and a kind answer."""
     kinds = {"gone": 30, "ill": 11, "away": 7, "trouble": 20, "despair": 5, "joy": 16, "still": 11}
     (kind,) = rng.choices(list(kinds), list(kinds.values()))
     words = {"who": rng.choice(SAID["dear"]), "when": rng.choice(SAID["when"])}
@@ -24,7 +24,7 @@ def news(rng: random.Random) -> tuple[str, str]:
 
 
 def in_words(number: int) -> str:
-    """`7` as `seven`, up to one hundred."""
+    """The number in words, as `seven` for 7; up to one hundred."""
     if number < 20:
         return str(SAID["number_words"][number])
     tens = str(SAID["tens"][number // 10 - 2])
@@ -54,7 +54,7 @@ def small_sum(rng: random.Random) -> tuple[str, str]:
 
 
 def hard_sum(rng: random.Random) -> tuple[str, str]:
-    """A sum beyond what it knows: larger numbers, or a division."""
+    """A sum that Folio does not know: larger numbers, or a division."""
     operation = rng.choice(tuple(SAID["sums"]))
     beyond = MAX_TAKEN_FROM + 1 if operation == "minus" else MAX_TERM + 1
     most = rng.choice((30, 100, 100, 1000, 10_000))
@@ -69,7 +69,7 @@ def hard_sum(rng: random.Random) -> tuple[str, str]:
 
 
 def anything(rng: random.Random, openings: list[str]) -> tuple[str, str]:
-    """Something to explain, or how somebody began a dialogue of the corpus, answered by what is never wrong."""
+    """Something to explain, or the opening of a dialogue of the corpus, with an answer that fits anything."""
     if rng.random() < 0.3:
         return rng.choice(SAID["explain"]).format(topic=rng.choice(SAID["topics"])), SAID["question_answer"]
     said = rng.choice(openings)

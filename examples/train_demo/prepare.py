@@ -3,8 +3,9 @@
     python -m examples.train_demo.prepare --corpus corpus.tar.xz --out build/folio
 
 Writes a folder `tokenizer/` and two archives, train.npz and heldout.npz, with the documents end to end: `tokens`
-(uint16), `percent` (how much each token counts in the loss: 100 what the model says, 20 what the user says, 0 the
-system turn and the frame), `ends` (where each document ends) and `sources` (its index in `names`).
+(uint16), `percent` (uint8, how much each token counts in the loss: 100 for the model's words, 20 for the user's, 0 for
+the system turn and the ChatML frame), `ends` (int64, where each document ends) and `sources` (uint8, each document's
+index in `names`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Piece = tuple[str, int]
 
 
 def all_documents(archive: Path, *, num_conversations: int, shares: dict[str, int]) -> Iterator[Document]:
-    """Every document, in a fixed order. shares: of the kinds of chats."""
+    """Every document, in a fixed order. shares: weights of the kinds of exchanges in chats."""
     records = corpus.read_records(archive)
     library = chats.Library(records)
     return itertools.chain(
@@ -42,7 +43,7 @@ def all_documents(archive: Path, *, num_conversations: int, shares: dict[str, in
 
 
 def pieces(document: Document) -> Iterator[Piece]:
-    """The document's text in order, each piece with its percentage in the loss; chats in ChatML."""
+    """The document's text in pieces, each with its percentage in the loss; chats are written as ChatML."""
     if not document.turns:
         yield f"{document.text}{END_OF_TEXT}", 100
         return
@@ -58,7 +59,7 @@ def pieces(document: Document) -> Iterator[Piece]:
 
 
 def encode(documents: list[Document], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The arrays of one archive; a document longer than the context is cut there."""
+    """The arrays of one archive; longer documents are cut to CONTEXT_TOKENS + 1 tokens."""
     tokens, percents, ends, total = [], [], [], 0
     for document in documents:
         texts, weights = zip(*pieces(document), strict=True)
@@ -85,7 +86,8 @@ def split(documents: Iterable[Document]) -> tuple[list[Document], list[Document]
 
 
 def tokenizer_texts(documents: list[Document]) -> Iterator[str]:
-    """What the tokenizer learns from: a third of the documents, so that no source outweighs the others."""
+    """The texts that the tokenizer learns from: a third of the documents but a twelfth of Folio's own chats, so that
+    these do not outweigh the others."""
     for index, document in enumerate(documents):
         if index % (12 if document.source == "folio" else 3) == 0:
             yield document.text or "\n".join(document.turns)

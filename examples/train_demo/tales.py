@@ -1,7 +1,7 @@
 """Makes small tales from the grammar in tales.txt, and the many ways in which people ask for a story.
 
-The tales are plain on purpose: a model of ten million weights can learn this much English and keep a thread for
-ten sentences, and it carries what was asked for ("a story about a robot") into the story.
+The tales are plain on purpose: a model of ten million weights can learn this much English, keep to a thread for ten
+sentences, and bring what was asked for ("a story about a robot") into the story.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ASK_TITLE = ('Tell me the story "{t}".', 'Do you know the story "{t}"?', 'Read m
 
 @dataclass(frozen=True)
 class Tale:
-    """A story with what a listener may ask about it afterwards."""
+    """A story, with the details that a listener may ask about afterwards."""
 
     kind: str
     name: str
@@ -57,14 +57,14 @@ class Tale:
 
 @dataclass(frozen=True)
 class Plot:
-    """Sentences, each with several ways to say it, and the themes that the plot is told for."""
+    """A plot: its sentences, each in several versions, and the themes that it fits."""
 
     themes: tuple[str, ...]
     sentences: tuple[tuple[str, ...], ...]
 
 
 def article(noun: str) -> str:
-    """`a fox`, `an owl`, `a unicorn`."""
+    """The noun with its indefinite article: `a fox`, `an owl`, `a unicorn`."""
     an = noun[0] in "aeio" or (noun[0] == "u" and not noun.startswith("uni"))
     return f"an {noun}" if an else f"a {noun}"
 
@@ -94,7 +94,8 @@ def make_tale(
     adjective: str | None = None,
     plot: Plot | None = None,
 ) -> Tale:
-    """A tale; what is None is drawn. Each kind has its usual name, place and plot, so that heroes differ."""
+    """A tale; arguments that are None are drawn. Each kind of hero has its usual name, place and plot, so that heroes
+    differ."""
     kind = kind or rng.choice(WORDS["kinds"])
     usual = random.Random(kind)
     if plot is None:
@@ -108,7 +109,7 @@ def make_tale(
 
 
 def _pick(rng: random.Random, usual: random.Random, choices: list[T]) -> T:
-    """Half of the time what this kind of hero usually has, else anything."""
+    """Half of the time what is usual for this kind of hero, else any of the choices."""
     habit = usual.choice(choices)
     return habit if rng.random() < USUAL_SHARE else rng.choice(choices)
 
@@ -116,7 +117,7 @@ def _pick(rng: random.Random, usual: random.Random, choices: list[T]) -> T:
 def _slots(
     rng: random.Random, usual: random.Random, *, kind: str, other: str | None, name: str | None, adjective: str | None
 ) -> dict[str, str]:
-    """What the grammar's braces stand for in one tale."""
+    """The values of the grammar's placeholders in one tale."""
     usually_she = usual.random() < 0.5
     is_she = kind in WORDS["she"] or (kind not in WORDS["he"] and usually_she)
     if name:

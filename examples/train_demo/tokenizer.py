@@ -38,10 +38,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_len: int) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers expects them."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers expects them."""
     folder.mkdir(parents=True, exist_ok=True)
     described = json.loads(tokenizer.to_str())
-    described["decoder"] = described["post_processor"]  # the same options as Qwen2's file has; decoding ignores them
+    described["decoder"] = described["post_processor"]  # the options that Qwen2's file has; decoding ignores them
     (folder / "tokenizer.json").write_text(json.dumps(described, indent=2, ensure_ascii=False) + "\n")
     template = TEMPLATE.read_text()
     added = {

@@ -2,8 +2,8 @@
 
     python -m examples.train_demo.train --data build/folio --out build/folio-chat --minutes 6.5
 
-The first half of the time the model reads (books, dialogues and some chat); in the second half it mostly chats, while
-the learning rate goes down to zero. Time, not steps, drives the schedule, so that any card ends with a finished model.
+For the first half of the time the model reads (books, dialogues and some chat); in the second half it mostly chats,
+while the learning rate falls to zero. Time, not steps, drives the schedule, so that any GPU ends with a finished model.
 Legend: B rows in a batch · T tokens of a row · V vocabulary.
 """
 
@@ -45,7 +45,8 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Clock:
-    """How far training has come, from 0 to 1, by the time or by the number of steps, whichever is further."""
+    """Progress of the training, from 0 to 1, by time or by number of steps, whichever is further. start_s: on the clock
+    of `time.perf_counter`."""
 
     minutes: float
     max_steps: int
@@ -68,9 +69,11 @@ def build_model(shape: str, tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausa
 
 
 def pack(data: dict[str, np.ndarray], mix: dict[str, float], row_len: int, seed: int) -> Rows:
-    """One epoch of rows: documents in random order, each whole, into the fullest of 32 open rows that has room.
+    """One epoch of rows. Documents come in random order, and each is put whole into the fullest of up to 32 open rows
+    that has room; documents longer than a row are left out.
 
-    A row's tail is filled with end-of-text ids that count nothing. Returns tokens and percentages [rows, row_len].
+    mix: how many copies of each source's documents to use on average. A row's tail is filled with end-of-text ids with
+    weight 0. Returns tokens (int32) and percentages (uint8), both [rows, row_len].
     """
     rng = np.random.default_rng(seed)
     copies = np.array([mix.get(name, 0.0) for name in data["names"]])[data["sources"]]
@@ -94,7 +97,7 @@ def pack(data: dict[str, np.ndarray], mix: dict[str, float], row_len: int, seed:
 
 
 def pack_file(path: Path, mix: dict[str, float], row_len: int, seed: int) -> Rows:
-    """`pack` for a worker process, which reads the archive itself."""
+    """`pack` in a worker process, which reads the archive itself."""
     return pack(dict(np.load(path)), mix, row_len, seed)
 
 
@@ -115,7 +118,8 @@ def _fill(data: dict[str, np.ndarray], rows: list[list[int]], row_len: int, rng:
 
 
 def batches(epochs: Iterator[Rows], batch_rows: int, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids [B, T + 1] and loss weights [B, T + 1] on the device."""
+    """Token ids (int64) and loss weights (float32, 0 to 1) on the device, both [B, T + 1]. An epoch's incomplete last
+    batch is dropped."""
     for tokens, percent in epochs:
         for start in range(0, len(tokens) - batch_rows + 1, batch_rows):
             ids = torch.from_numpy(tokens[start : start + batch_rows]).to(device).long()
@@ -123,7 +127,8 @@ def batches(epochs: Iterator[Rows], batch_rows: int, device: str) -> Iterator[tu
 
 
 def token_losses(model: Qwen2ForCausalLM, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of every next token, [B, T]. The empty mask makes attention plainly causal."""
+    """Cross-entropy of every next token, [B, T]. ids_BT has T + 1 columns. The mask None makes attention causal,
+    without regard to where documents end."""
     with torch.autocast(ids_BT.device.type, torch.bfloat16):
         hidden = model.model(input_ids=ids_BT[:, :-1], attention_mask={"full_attention": None}, use_cache=False)
         logits_BTV = model.lm_head(hidden.last_hidden_state)
@@ -132,7 +137,7 @@ def token_losses(model: Qwen2ForCausalLM, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_loss(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
-    """The batch's mean loss, each token as heavy as its weight."""
+    """The batch's mean loss, weighted by token."""
     weights = weights_BT[:, 1:]
     return (token_losses(model, ids_BT) * weights).sum() / weights.sum()
 
@@ -148,7 +153,7 @@ def build_optimizers(model: Qwen2ForCausalLM, lr: float) -> list[torch.optim.Opt
 
 
 def lr_factor(progress: float) -> float:
-    """Up, level, and down to zero in a straight line."""
+    """Factor of the learning rate: linear warm-up, constant, then linear decay to zero."""
     if progress < WARMUP_UNTIL:
         return max(progress / WARMUP_UNTIL, 0.01)
     return min(1.0, (1 - progress) / (1 - DECAY_FROM))
@@ -156,7 +161,7 @@ def lr_factor(progress: float) -> float:
 
 @torch.no_grad()
 def evaluate(model: Qwen2ForCausalLM, heldout: dict[str, Rows], device: str) -> dict[str, float]:
-    """Held-out perplexity by source, over the tokens that count in full."""
+    """Held-out perplexity by source, over the tokens with weight 1."""
     perplexity = {}
     for name, rows in heldout.items():
         total = num_tokens = 0.0
@@ -169,7 +174,8 @@ def evaluate(model: Qwen2ForCausalLM, heldout: dict[str, Rows], device: str) -> 
 
 
 def train(model: Qwen2ForCausalLM, args: argparse.Namespace, heldout: dict[str, Rows], device: str) -> list[dict]:
-    """Trains in place and returns the log: one record at each fortieth of the way, every fourth with perplexities."""
+    """Train the model in place. Returns the log: about 40 records, evenly spaced by progress, with perplexities in
+    every fourth."""
     optimizers = build_optimizers(model, args.lr)
     log: list[dict] = []
     loss_of = torch.compile(weighted_loss) if device == "cuda" else weighted_loss
@@ -197,7 +203,7 @@ def train(model: Qwen2ForCausalLM, args: argparse.Namespace, heldout: dict[str, 
 
 
 def _epochs(pool: ProcessPoolExecutor, mix: dict[str, float], args: argparse.Namespace) -> Iterator[Rows]:
-    """Packed epochs of one mix, four of them being made ahead."""
+    """Packed epochs of one mix, four of them prepared ahead."""
     make = partial(pack_file, args.data / "train.npz", mix, args.row_tokens + 1)
     futures = [pool.submit(make, seed) for seed in range(4)]
     for seed in count(len(futures)):
@@ -206,7 +212,7 @@ def _epochs(pool: ProcessPoolExecutor, mix: dict[str, float], args: argparse.Nam
 
 
 def _update(model: Qwen2ForCausalLM, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """One clipped step of every optimizer."""
+    """One step of every optimizer, with clipped gradients."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -215,14 +221,14 @@ def _update(model: Qwen2ForCausalLM, optimizers: list[torch.optim.Optimizer], lr
 
 
 def _record(step: int, progress: float, loss: float, clock: Clock, args: argparse.Namespace) -> dict:
-    """One line of the log; `tokens` counts rows in full, with the filling."""
+    """One record of the log; `tokens` counts whole rows, including the filling."""
     seconds = round(time.perf_counter() - clock.start_s, 1)
     tokens = step * args.batch_rows * args.row_tokens
     return {"step": step, "progress": round(progress, 3), "seconds": seconds, "tokens": tokens, "loss": round(loss, 3)}
 
 
 def published_config(model: Qwen2ForCausalLM) -> dict:
-    """config.json with the fields, and the names, of the published Qwen2.5 checkpoints."""
+    """A config.json with the same fields as the published Qwen2.5 checkpoints."""
     fields = (
         "architectures", "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size",
         "initializer_range", "intermediate_size", "max_position_embeddings", "max_window_layers", "model_type",
@@ -235,7 +241,7 @@ def published_config(model: Qwen2ForCausalLM) -> dict:
 
 
 def save(model: Qwen2ForCausalLM, tokenizer_folder: Path, out: Path, log: list[dict]) -> None:
-    """The checkpoint in bf16 with its configs and tokenizer, and the log of its training."""
+    """Write the checkpoint in bf16 with its configs and tokenizer, and the log of its training."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     eos = [tokenizer.convert_tokens_to_ids(t) for t in (TURN_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(
@@ -282,7 +288,7 @@ def main() -> None:
     log = train(model, args, heldout, device)
     log[-1]["perplexity"] = evaluate(model.to(torch.bfloat16).float(), heldout, device)
     print(json.dumps(log[-1]))
-    if args.start:  # what went before
+    if args.start:  # the log of earlier runs comes first
         log = [*map(json.loads, (args.start / "training_log.jsonl").read_text().splitlines()), *log]
     save(model, args.data / "tokenizer", args.out, log)
 
