@@ -137,7 +137,7 @@ class TextSoFar(Generic[CallT]):
 
     @property
     def prompt_logprobs(self) -> list[inference_pb2.TokenLogprobs]:
-        """Those of the prompt's tokens from the second one on; empty unless the request asked for them."""
+        """Log-probabilities of the prompt's tokens from the second one on; empty unless the request asked for them."""
         return self._events.prompt_logprobs
 
     def cancel(self) -> None:

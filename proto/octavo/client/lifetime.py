@@ -68,7 +68,7 @@ class LoopLifetime(Lifetime):
     def reading(self) -> Iterator[None]:
         """Wraps reading from a call that has begun. A call ended locally by `cancel()` or `close()` raises asyncio's
         CancelledError, just as a cancelled task does. Only the task's own cancellation is passed on as it is; the
-        other becomes an OctavoError (Cancelled)."""
+        other becomes our Cancelled."""
         self._check_loop()
         try:
             with super().reading():

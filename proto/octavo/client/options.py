@@ -55,8 +55,8 @@ def channel_options(extra: Sequence[tuple[str, str | int]] = ()) -> list[tuple[s
 
 
 def _is_of_this_host(target: str) -> bool:
-    """Whether the target is a loopback address. No proxy can reach it, although `http_proxy` applies to every host that
-    `no_proxy` does not list."""
+    """Whether the target is localhost or a loopback address. No proxy can reach it, although `http_proxy` applies to
+    every host that `no_proxy` does not list."""
     host = target.rpartition("/")[2].rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:")
     host = host.removeprefix("[").removesuffix("]")
     with contextlib.suppress(ValueError):
