@@ -1,8 +1,8 @@
-"""How many workers a model should have, by what its requests wait and how full its workers are. Pure: what is seen now
-and what is remembered in, what to remember next out.
+"""How many workers a model should have, from how long its requests wait and how full its workers are. Pure: takes the
+current demand and the previous state, and returns the next state.
 
-Up in steps as large as the pressure, as soon as those asked for before have come; down one at a time, after it was
-quiet for long enough. `bench/gateway/autoscale.py` simulates a day of it.
+Scales up in steps proportional to the load, once the workers requested before have started; scales down one worker at a
+time, after a long enough quiet period. `bench/gateway/autoscale.py` simulates a day of it.
 """
 
 import math
@@ -14,19 +14,19 @@ from octavo.cli.settings.groups import ServeSettings
 from octavo.gateway.validation.limits import MAX_WORKERS
 from octavo.v1 import load_pb2
 
-MAX_GROWTH = 2.0  # of the number of workers, in one step
-LONG_QUEUE = 4.0  # times the wait that is bearable: half as many workers again at once
-MISSED = 2.0  # times the quiet that was asked for: who is asked for again within that was missed
+MAX_GROWTH = 2.0  # factor on the number of workers, in one step
+LONG_QUEUE = 4.0  # times the acceptable wait: beyond it, add at least half as many workers again
+MISSED = 2.0  # times down_s: if more workers are needed again within it, the last removal was too early
 MAX_PATIENCE = 4.0
-QUIET_QUEUE = 0.25  # of the wait that is bearable
-QUIET_USAGE = 0.75  # of the bearable use, with one worker fewer
+QUIET_QUEUE = 0.25  # of the acceptable wait
+QUIET_USAGE = 0.75  # of the acceptable usage, with one worker fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalePolicy:
-    """floor, ceiling: the numbers between which it chooses. queue_s: the wait that is bearable. usage: the share of KV
-    blocks, or of the outputs that run at once, that is. up_s, down_s: between two changes, up and down; down only after
-    so long a quiet. A change that is refused is asked for again after up_s."""
+    """floor, ceiling: limits of the number of workers. queue_s: acceptable wait. usage: acceptable share of KV blocks
+    in use, or of the outputs that can run at once. up_s, down_s: time between two changes, up and down; scaling down
+    also needs that much quiet before. A refused change is tried again after up_s."""
 
     floor: int
     ceiling: int
@@ -38,8 +38,8 @@ class AutoscalePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Of one model, now. num_workers: that take requests. queue_s: what requests wait. usage: how full its workers are
-    together, 0 to 1."""
+    """Of one model, now. num_workers: those that take requests. queue_s: how long requests wait. usage: how full its
+    workers are, taken together, 0 to 1."""
 
     num_workers: int
     queue_s: float
@@ -48,9 +48,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What is remembered from one look to the next. wanted: workers that there shall be. quiet_since_s: None while it
-    is not quiet. left_s: when one went last. patience: times down_s that it has to be quiet; more after each that was
-    missed soon. refused_s: when a change could not be; refused: the number that was one too many then."""
+    """The state between two calls of `steer`. wanted: target number of workers. quiet_since_s: None while it is not
+    quiet. left_s: when a worker was last removed. patience: factor on down_s, raised when a removal proves too early.
+    refused_s: when a change was last refused; refused: the target that was refused then."""
 
     wanted: int
     changed_s: float = -math.inf
@@ -62,8 +62,8 @@ class Course:
 
 
 def refused(before: Course, asked: Course, *, size: int, now_s: float) -> Course:
-    """The course after a change that could not be: `asked` was made of `before`, and there are `size` workers still.
-    What was learned stays; only what the change itself would have begun does not begin."""
+    """The state after a change was refused: `asked` is what `steer` made of `before`, and there are still `size`
+    workers. Keeps what was learned and drops what the change itself would have started."""
     is_growth = asked.wanted > size
     return replace(
         before,
@@ -75,12 +75,12 @@ def refused(before: Course, asked: Course, *, size: int, now_s: float) -> Course
 
 
 def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float) -> Course:
-    """The course from now on."""
+    """The next state."""
     wanted = min(max(course.wanted, policy.floor), policy.ceiling)
     may_ask = now_s - course.refused_s >= policy.up_s
     if wanted != course.wanted:
         return replace(course, wanted=wanted, changed_s=now_s, quiet_since_s=None) if may_ask else course
-    if demand.num_workers == 0:  # nothing is known of a model that nobody serves
+    if demand.num_workers == 0:  # no worker is ready: the load is unknown
         return replace(course, quiet_since_s=None)
     if demand.queue_s > policy.queue_s or demand.usage > policy.usage:
         course = replace(course, quiet_since_s=None)
@@ -96,13 +96,13 @@ def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float)
     since_s = now_s if course.quiet_since_s is None else course.quiet_since_s
     if now_s - max(since_s, course.changed_s) < course.patience * policy.down_s or not may_ask:
         return replace(course, quiet_since_s=since_s)
-    has_gone_well = course.left_s == course.changed_s  # the last change was one that went, too
+    has_gone_well = course.left_s == course.changed_s  # the last change was a removal as well
     patience = max(1.0, course.patience / 2) if has_gone_well else course.patience
     return replace(course, wanted=wanted - 1, changed_s=now_s, quiet_since_s=None, left_s=now_s, patience=patience)
 
 
 def _grown(policy: AutoscalePolicy, demand: Demand) -> int:
-    """As many as would be as full as is bearable, at least one more."""
+    """The number of workers that brings usage down to the acceptable one; at least one more than now."""
     growth = min(MAX_GROWTH, demand.usage / policy.usage)
     if demand.queue_s > LONG_QUEUE * policy.queue_s:
         growth = max(growth, 1.5)
@@ -110,14 +110,15 @@ def _grown(policy: AutoscalePolicy, demand: Demand) -> int:
 
 
 def _less(course: Course, more: int) -> int:
-    """Half of the step that was refused last, where as much would be asked for again: there may be room for that."""
+    """`more`, or half of the step that was refused last if `more` would be at least as large: there may be room for
+    that."""
     if course.refused is None or more < course.refused:
         return more
     return course.wanted + max(1, (course.refused - course.wanted) // 2)
 
 
 def _is_quiet(policy: AutoscalePolicy, demand: Demand) -> bool:
-    """Whether one worker fewer would still not be busy."""
+    """Whether the load would still be low with one worker fewer."""
     fewer = demand.num_workers - 1
     return (
         fewer > 0
@@ -127,8 +128,8 @@ def _is_quiet(policy: AutoscalePolicy, demand: Demand) -> bool:
 
 
 def demand_of(snapshot: load_pb2.WatchLoadResponse, model: str) -> Demand:
-    """Of a model in a snapshot of the service. The wait: what 95 of 100 complete outputs had, or, where that is more,
-    what those that wait now will have at the pace at which outputs are complete."""
+    """The demand on a model in a snapshot of the service. queue_s is the 95th percentile of finished outputs' waits or,
+    if larger, the wait of those queued now at the rate at which outputs finish."""
     ready = [
         each for each in snapshot.workers if each.model == model and each.condition == load_pb2.WORKER_CONDITION_READY
     ]
@@ -145,7 +146,7 @@ def demand_of(snapshot: load_pb2.WatchLoadResponse, model: str) -> Demand:
 
 
 def policy_of(settings: ServeSettings) -> AutoscalePolicy | None:
-    """--autoscale, understood; None where it is unset. Raises CliError."""
+    """--autoscale, parsed; None if it is unset. Raises CliError."""
     if not settings.autoscale:
         return None
     low, _, high = settings.autoscale.partition(":")

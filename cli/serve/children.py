@@ -1,4 +1,4 @@
-"""One process of the service: started in a process group of its own, its lines handed on, signalled, waited for.
+"""One process of the service: starts it in its own process group, forwards its output, signals it and waits for it.
 
 Decides nothing: `cli.serve.supervisor` does.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 LINE_LIMIT_BYTES = 2**20
 EXIT_POLL_S = 0.02
 PIPE_GRACE_S = 1.0
-"""For the last lines of a process that has ended."""
+"""Time to read the last lines of a process that has ended."""
 OnLine = Callable[[str, str], None]
 
 
@@ -27,17 +27,17 @@ class Keepable(Protocol):
         """Whether it was started and has not ended."""
 
     async def run(self) -> int:
-        """Start it and wait for its end; the exit code, negative for a signal."""
+        """Start it and wait for its end; returns the exit code, negative for a signal."""
 
     def terminate(self) -> None:
-        """Let it drain, or stop at the second call. Nothing where it has ended."""
+        """Let it drain; a second call stops it. No-op if it has ended."""
 
     def kill(self) -> None:
-        """End it at once. Nothing where it has ended."""
+        """End it at once. No-op if it has ended."""
 
 
 class Child:
-    """A process of this host by name. `on_line(name, line)` gets everything that it writes."""
+    """A named process on this host. `on_line(name, line)` gets every line that it writes."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], on_line: OnLine) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class Child:
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._is_starting = False
-        self._asked: signal.Signals | None = None  # of one that is starting: it gets it once there is a process
+        self._asked: signal.Signals | None = None  # requested during the start: sent once the process exists
 
     @property
     def is_running(self) -> bool:
@@ -55,11 +55,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the present process."""
+        """Of the current process; None before the first start."""
         return self._process.pid if self._process else None
 
     async def run(self) -> int:
-        """Start it and wait for its end; the exit code, negative for a signal."""
+        """Start it and wait for its end; returns the exit code, negative for a signal."""
         self._is_starting, self._asked = True, None
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -68,7 +68,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the supervisor only, which then drains in order
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, which then drains in order
                 limit=LINE_LIMIT_BYTES,
             )
         finally:
@@ -81,24 +81,24 @@ class Child:
             return await self._exit_code(self._process)
         finally:
             self._kill_group()
-            # What the process wrote last says why it died; a grandchild that keeps the pipe open must not hold us.
+            # The last lines say why the process died; but a grandchild that keeps the pipe open must not block us.
             await asyncio.wait([pump], timeout=PIPE_GRACE_S)
             pump.cancel()
-            with contextlib.suppress(TimeoutError):  # where this was cancelled, it may not have been seen to end
+            with contextlib.suppress(TimeoutError):  # after a cancellation, its end may not have been noticed yet
                 async with asyncio.timeout(PIPE_GRACE_S):
                     await self._exit_code(self._process)
-            # Nor may our end of the pipe stay open until somebody collects garbage. asyncio has no public word for it.
+            # Close our end of the pipe now rather than at garbage collection; asyncio has no public call for it.
             self._process._transport.close()  # type: ignore[attr-defined]
 
     def terminate(self) -> None:
-        """SIGTERM: it drains, or stops at the second one. Nothing where it has ended."""
+        """Send SIGTERM: it drains; a second one stops it. No-op if it has ended."""
         if self._is_starting:
             self._asked = self._asked or signal.SIGTERM
         elif self.is_running and self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to its whole group. Nothing where it has ended."""
+        """Send SIGKILL to its whole process group. No-op if it has ended."""
         if self._is_starting:
             self._asked = signal.SIGKILL
         elif self.is_running:
@@ -106,12 +106,12 @@ class Child:
 
     def _kill_group(self) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
+        with contextlib.suppress(ProcessLookupError):  # the group is empty
             os.killpg(self._process.pid, signal.SIGKILL)
 
     @staticmethod
     async def _exit_code(process: asyncio.subprocess.Process) -> int:
-        """asyncio's own wait() goes on while anybody, such as a grandchild, holds the pipe open."""
+        """Polls, since asyncio's own wait() does not return while anyone, such as a grandchild, holds the pipe open."""
         while process.returncode is None:  # noqa: ASYNC110  (there is no event for it)
             await asyncio.sleep(EXIT_POLL_S)
         return process.returncode
@@ -120,7 +120,7 @@ class Child:
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # longer than the limit: dropped by the reader
+            except ValueError:  # longer than the limit: the reader has dropped it
                 continue
             if not line:
                 return

@@ -1,10 +1,10 @@
-"""Workers, and gateways, on the hosts of a Ray cluster: each in an actor of its own, in a placement group with its GPUs
-or CPUs.
+"""Workers, and gateways, on the hosts of a Ray cluster: each in its own actor, in a placement group with its GPUs or
+CPUs.
 
-At least one gateway stays on this host. Workers dial all of them over tcp, with CURVE keys that are made here for each
-service and handed out through Ray; so are the lists of gateways, which change with their places. When to start a
-process again is decided where it is decided for those of this host (`cli.serve.supervisor`): a lost host ends the lives
-of what was there, and the next ones are placed wherever there is room.
+At least one gateway stays on this host. Workers connect to all of them over tcp, with CURVE keys that are generated
+here for each service and distributed through Ray; so are the lists of gateways, which change whenever one moves.
+Restarts are decided where they are for processes on this host (`cli.serve.supervisor`): a lost host ends the processes
+on it, and they are restarted wherever there is room.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ from octavo.wire.keys import generate_keys, load_keys, save_keys
 from octavo.wire.run_dir import temporary_folder
 
 CONNECT_S = 5.0
-AGAIN_S = 5.0  # between two tries to write what gateways of this host read
+AGAIN_S = 5.0  # between two attempts to write the file that gateways on this host read
 LOOK_S = 30.0
 ACCESS_FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 NEEDS_RAY = "install it with octavo: pip install '.[ray]'"
 
-# Ray's library waits for minutes for a head that does not answer, and may end the process that waits: another process
-# asks first. What "auto" is to Ray may be the cluster of yesterday, whose address is in a file.
+# Ray's library waits minutes for a head that does not answer, and may end the calling process; so another process asks
+# first. Ray's "auto" may be yesterday's cluster, whose address it keeps in a file.
 _LOOK = """
 import json, os, socket, sys
 import ray
@@ -82,8 +82,8 @@ print(json.dumps({"hosts": hosts, "head": context.gcs_address, "own": context.ge
 
 @contextmanager
 def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
-    """The cluster of --cluster, for as long as the service runs: what runs there ends with it. Raises CliError where it
-    cannot be joined, or has no room for the workers."""
+    """The cluster of --cluster, while the service runs: what runs there ends with the service. Raises CliError if the
+    cluster cannot be joined, or has no room for the workers."""
     head = head_of(settings.cluster)
     ray = _import_ray()
     if head.way is not Way.AUTO:
@@ -112,12 +112,12 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(address=head.address, namespace="octavo", log_to_driver=False, configure_logging=False)
-        except Exception as error:  # of many kinds, such as ConnectionError where a client gets no server
+        except Exception as error:  # many types, such as ConnectionError if a client gets no server
             raise _not_joined(head, first_line(error)) from None
         try:
             context = ClusterContext(
                 ray=ray,
-                label=f"octavo-{secrets.token_hex(4)}",  # groups of several services have names of one cluster
+                label=f"octavo-{secrets.token_hex(4)}",  # services on one cluster share a namespace of group names
                 board=board,
                 own_node=own_node,
                 towards=address,
@@ -138,7 +138,7 @@ def _import_ray() -> Any:
 
 
 def _local_address(host: str, port: int) -> str:
-    """Ours, towards a head that takes connections there. Raises CliError."""
+    """This host's address on the route to a head that listens there. Raises CliError."""
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
             return str(connection.getsockname()[0])
@@ -151,7 +151,8 @@ def _local_address(host: str, port: int) -> str:
 
 
 def _look(head: Head) -> tuple[dict[str, Host], str, str]:
-    """What each host has by its node, where the head is, and the node by which we joined. Raises CliError."""
+    """The resources of each host by node id, the head's address, and the id of the node by which we joined. Raises
+    CliError."""
     command = [sys.executable, "-P", "-c", _LOOK, head.address]
     quiet = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     try:
@@ -172,14 +173,14 @@ def _not_joined(head: Head, why: str) -> CliError:
 
 
 def _left(nodes: Mapping[str, Host], own_node: str, need: Need, num_gateways: int) -> list[Host]:
-    """To workers. Raises CliError where there is no place for the gateways."""
+    """What the gateways leave to workers on each host. Raises CliError if there is no room for the gateways."""
     hosts = list(nodes.values())
     return room_beside_gateways(hosts, [name != own_node for name in nodes], need, num_gateways)
 
 
 def check_reach(host: str, address: str) -> None:
-    """That callers who reach gateways of this host at --host may reach those of others. address: this host's, as the
-    cluster reaches it. Raises CliError."""
+    """Raises CliError if --host is local, so that its callers could not reach gateways on other hosts. address: this
+    host's, as the cluster reaches it; if that is local too, the cluster has no other hosts."""
     if is_local(join_address(host, 1)) and not is_local(join_address(address, 1)):
         numbers = f"--host is {host}, which only callers of this host reach, and the others are at their own addresses"
         advice = (
@@ -189,7 +190,7 @@ def check_reach(host: str, address: str) -> None:
 
 
 def _spots_here(address: str, num_gateways: int) -> dict[str, Spot]:
-    """Of the gateways of this host; callers' ports are chosen elsewhere."""
+    """The spots of the gateways on this host, without callers' ports, which are chosen elsewhere."""
     taken: set[int] = set()
     return {
         f"gateway-{n}": Spot(
@@ -200,14 +201,14 @@ def _spots_here(address: str, num_gateways: int) -> dict[str, Spot]:
 
 
 def _keys(folder: Path, given: Path | None) -> dict[str, Path]:
-    """The files of both pairs by name; the gateways' is made here, unless one was given."""
+    """The files of both key pairs by name; the gateways' pair is generated unless one was given."""
     pair = load_keys(given) if given else generate_keys()
     paths = (*save_keys(pair, folder, "gateway"), *save_keys(generate_keys(), folder, "worker"))
     return {path.name: path for path in paths}
 
 
 class Cluster:
-    """Where the workers of a service run, and gateways of it. keys: the texts of key files, by name."""
+    """Implements `Site`: workers, and gateways, on a cluster. keys: contents of the key files, by name."""
 
     def __init__(
         self, context: ClusterContext, *, links: GatewayLinks, need: Need, keys: Mapping[str, str], run_dir: Path
@@ -227,11 +228,11 @@ class Cluster:
 
     @property
     def board(self) -> Board:
-        """Where the gateways are."""
+        """Where the gateways are now."""
         return self._context.board
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Placed:
-        """A process, without a place yet."""
+        """A process that has no place yet."""
         self._notice = notice
         if plan.role is Role.GATEWAY:
             files = self._files_of_gateway(plan.settings)
@@ -242,7 +243,7 @@ class Cluster:
     def _settings_of_worker(self, plan: ProcessPlan) -> dict[str, Any]:
         name, checkpoint = split_model(plan.model)
         folder = Path(checkpoint).expanduser()
-        if folder.is_dir():  # on its host it has another working directory
+        if folder.is_dir():  # the worker will have another working directory
             checkpoint = str(folder.resolve())
         return plan.settings | {
             "model": [f"{name}={checkpoint}" if name else checkpoint],
@@ -259,7 +260,7 @@ class Cluster:
         }
 
     def _files_of_gateway(self, settings: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
-        """One that cannot be read any more stays as it was."""
+        """Reads the files at each call; one that can no longer be read keeps its last content."""
         last: dict[str, str] = {}
 
         def files() -> dict[str, str]:
@@ -288,7 +289,7 @@ class Cluster:
             asyncio.get_running_loop().call_later(AGAIN_S, self._tell_gateways_here)
 
     def room(self, num_workers: int, num_gateways: int) -> str | None:
-        """By what hosts have in all: what others hold of it may be given back."""
+        """See Site.room. Counts what hosts have in total, since what others use of it may become free."""
         ray = self._context.ray
         try:
             nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}

@@ -1,5 +1,5 @@
-"""Weights, cache and deterministic mode that exclude each other, or the device: told before a process is started, as
-far as the settings tell it."""
+"""Checks, before any process is started, that weights, cache, deterministic mode and device go together, as far as the
+settings alone tell."""
 
 import contextlib
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +9,7 @@ from octavo.cli.settings.groups import ServeSettings, WorkerSettings
 
 
 def check_combinations(settings: ServeSettings | WorkerSettings) -> None:
-    """Raises CliError."""
+    """Raises CliError for settings that exclude each other."""
     from octavo.worker.loading.combinations import why_no_cache_format, why_no_format, why_not_deterministic
 
     device = _device_type(settings.device)
@@ -34,7 +34,7 @@ def check_combinations(settings: ServeSettings | WorkerSettings) -> None:
 
 
 def _device_type(device: str) -> str | None:
-    """cpu or cuda; None where `auto` may become either."""
+    """cpu or cuda; None if `auto` may become either."""
     if device != "auto":
         return device.partition(":")[0]
     with contextlib.suppress(PackageNotFoundError):

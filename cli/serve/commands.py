@@ -37,7 +37,7 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
     drained_code = EXIT_DRAINED if has_supervisor() else 0
     die_with_supervisor()
-    # Before numpy is imported, which would start a thread for each core: a gateway multiplies no matrices.
+    # Before numpy is imported, which would start a thread for each core; a gateway multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from octavo.cli.serve.launch import THREADS_OF_PROCESS
     from octavo.cli.serve.ports import require_threads
@@ -97,7 +97,8 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
     check_ranks_have_a_model(resolved.settings)
     require_threads(threads_of_worker(resolved.settings, on_gpu=serves_on_gpu(resolved.settings)))
     if resolved.settings.runner == "torch":
-        # The first look at a checkpoint hides instructions from torch, for this process and those that it starts.
+        # Set before the first look at a checkpoint, which hides instructions from torch in this process and its
+        # children.
         os.environ[variable_of("cpu_isa")] = resolved.settings.cpu_isa
         check_isa(resolved.settings.cpu_isa)
         check_device_here(resolved.settings.device)

@@ -1,8 +1,8 @@
-"""How many workers each model of a running service has, and how many gateways run on other hosts: told by operators,
-over a socket in the run directory.
+"""How many workers each model of a running service has, and how many gateways run on other hosts: set by operators over
+a socket in the run directory.
 
-What AdminService of a gateway takes of this is passed on to it; who may open the socket, which only this user may,
-needs no gateway.
+Gateways forward these calls from their AdminService; this user, who alone may open the socket, can also call it
+directly.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from octavo.wire.host import usable_cores
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SHUTDOWN_S = 0.5
-LOOK_S = 1.0  # between two looks at the load
-SILENT_S = 10.0  # after which a gateway stands still
+LOOK_S = 1.0  # between two snapshots of the load
+SILENT_S = 10.0  # after which a gateway counts as hung
 
 
 NO_GATEWAYS = "it has no gateways on other hosts, whose number could change: start it with --cluster-gateways"
@@ -51,8 +51,8 @@ Divide: TypeAlias = Callable[[ProcessPlan, int], bool]
 
 
 def dividing(settings: ServeSettings) -> Divide:
-    """Of the workers of a model that share this host's cores: writes the settings of one for so many of them, which it
-    reads at its next start, and says whether they are others then."""
+    """For workers of a model that share this host's cores: a function that sets a worker's share of threads for that
+    many workers, in the settings file that it reads at its next start. It returns whether the share has changed."""
 
     def divide(plan: ProcessPlan, num_workers: int) -> bool:
         number = with_threads(settings.model_copy(update={"workers": num_workers}), usable_cores()).num_threads
@@ -66,12 +66,11 @@ def dividing(settings: ServeSettings) -> Divide:
 
 
 class Fleet:
-    """The workers of one service, and its gateways on other hosts. make(number, model as --model names it): a new
-    worker. divide: see `dividing`; None where a worker's settings do not depend on the number of them.
-    make_gateway(number): a new gateway on another host; None where the service has none. room(workers in all, gateways
-    on other hosts): why there is none for so many, None where there is; it is asked in a thread, since it may count
-    GPUs, or ask a cluster. reserved: why nobody but the service itself may choose the number of workers, None where
-    anybody may."""
+    """The workers of one service, and its gateways on other hosts. make(number, model as --model names it): makes a
+    worker. divide: see `dividing`; None if a worker's settings do not depend on how many there are.
+    make_gateway(number): makes a gateway on another host; None if the service has none. room(workers in total, gateways
+    on other hosts): why there is no room for that many, or None; called in a thread, since it may count GPUs or ask a
+    cluster. reserved: why only the service itself may choose the number of workers; None if operators may."""
 
     def __init__(
         self,
@@ -95,12 +94,12 @@ class Fleet:
         self.is_ready = False
 
     def sizes(self) -> dict[str, int]:
-        """Workers that each model is to have, by the model's name."""
+        """The target number of workers of each model, by the model's name."""
         return dict(Counter(name_of_model(each.plan.model) for each in self._workers()))
 
     async def ask(self, model: str, num_workers: int) -> tuple[str, int]:
-        """What an operator asks for: the model's name, and how many workers it was to have before. model: as callers
-        name it; empty: the only one. Raises CannotScale."""
+        """Scale a model for an operator. Returns its name and the previous target. model: as callers name it; empty:
+        the only one. Raises CannotScale."""
         if self._reserved is not None:
             raise CannotScale(self._reserved)
         return await self.scale(model, num_workers)
@@ -108,14 +107,14 @@ class Fleet:
     async def scale(
         self, model: str, num_workers: int, *, because: str = "an operator asked for it"
     ) -> tuple[str, int]:
-        """The same, whoever asks."""
-        async with self._changing:  # else two who ask at once would be given the same room
+        """`ask`, for any caller."""
+        async with self._changing:  # else two concurrent calls would be given the same room
             self._check_stage()
             name = self._named(model, self.sizes())
             in_all = len(self._workers()) + num_workers - self.sizes()[name]
             if in_all > len(self._workers()):
                 await self._check_room(in_all, len(self._gateways()))
-            self._check_stage()  # all of it may be otherwise by now
+            self._check_stage()  # again: things may have changed meanwhile
             name = self._named(name, self.sizes())
             own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
             before, model = len(own), own[0].plan.model
@@ -131,14 +130,13 @@ class Fleet:
         return kept
 
     def _share_out(self, workers: Sequence[Kept], num_workers: int) -> bool:
-        """Whether any of them has another share at its next start."""
+        """Set the workers' shares of threads; returns whether any of them has changed."""
         if self._divide is None:
             return False
         return sum(self._divide(each.plan, num_workers) for each in workers) > 0
 
     async def ask_gateways(self, num_gateways: int) -> int:
-        """Have so many gateways on other hosts, as an operator asks; how many there were to be before. Raises
-        CannotScale."""
+        """Scale the gateways on other hosts for an operator. Returns the previous target. Raises CannotScale."""
         if self._make_gateway is None:
             raise CannotScale(NO_GATEWAYS)
         async with self._changing:
@@ -166,7 +164,8 @@ class Fleet:
             self._notice(f"{whose}: from {before} to {number} {what}, since {because}")
 
     def _change(self, own: list[Kept], number: int, kind: str, make: Callable[[int], Kept]) -> None:
-        """To so many. own: those that there are; the last ones go first."""
+        """Start or retire processes until there are `number`. own: the current ones; the last ones are retired
+        first."""
         try:
             for kept in own[number:][::-1]:
                 self._service.retire(kept)
@@ -189,16 +188,16 @@ class Fleet:
         return model
 
     def _workers(self) -> list[Kept]:
-        """Those that are to be there: none that is leaving."""
+        """All workers that are not leaving."""
         return [each for each in self._service.processes if each.plan.role is Role.WORKER and not each.is_leaving]
 
     def _gateways(self) -> list[Kept]:
-        """Likewise, on other hosts."""
+        """All gateways on other hosts that are not leaving."""
         placed = [each for each in self._service.processes if each.plan.role is Role.GATEWAY and each.plan.is_placed]
         return [each for each in placed if not each.is_leaving]
 
     def _free_number(self, kind: str) -> int:
-        """The lowest that no process has; one that is still leaving keeps its own."""
+        """The lowest number that no process has; one that is still leaving keeps its own."""
         taken = {each.plan.name for each in self._service.processes}
         return next(n for n in range(len(taken) + 1) if f"{kind}-{n}" not in taken)
 
@@ -210,14 +209,14 @@ class _Door(admin_pb2_grpc.AdminServiceServicer):
         self._fleet = fleet
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Start workers, or let some go."""
+        """Start workers, or retire some."""
         async with _refusing(context):
             check(request)
             model, before = await self._fleet.ask(request.model, request.num_workers)
             return pb.ScaleResponse(model=model, num_workers_before=before)
 
     async def ScaleGateways(self, request: pb.ScaleGatewaysRequest, context: Context) -> pb.ScaleGatewaysResponse:
-        """Place gateways on other hosts, or let some go."""
+        """Place gateways on other hosts, or retire some."""
         async with _refusing(context):
             check(request)
             before = await self._fleet.ask_gateways(request.num_gateways)
@@ -238,10 +237,10 @@ async def _refusing(context: Context) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
-    """Take calls at a socket in the run directory."""
+    """Serve calls on a socket in the run directory."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(_Door(fleet), server)
-    server.add_insecure_port(f"unix:{path.absolute()}")  # noqa: ASYNC240  (it asks no disk)
+    server.add_insecure_port(f"unix:{path.absolute()}")  # noqa: ASYNC240  (does no disk I/O)
     await server.start()
     try:
         yield
@@ -250,8 +249,8 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
 
 
 async def follow_load(fleet: Fleet, policy: AutoscalePolicy, addresses: Sequence[str], notice: Notice) -> None:
-    """Scale each model as its load asks for, for ever. addresses: where gateways tell the load without asking who asks:
-    one after the other, where one is away, drains or stands still. Why a change cannot be is told once."""
+    """Scale each model with its load, forever. addresses: where gateways report the load without authentication; the
+    next one is used when one is gone, drains or hangs. A reason why a change was refused is reported once."""
     courses: dict[str, Course] = {}
     told: dict[str, str] = {}
     for address in itertools.cycle(addresses):
@@ -276,7 +275,7 @@ async def follow_load(fleet: Fleet, policy: AutoscalePolicy, addresses: Sequence
 
 
 async def _told_by(address: str) -> AsyncIterator[load_pb2.WatchLoadResponse]:
-    """What the gateway there tells of the load. Raises TimeoutError where it is silent for SILENT_S, AioRpcError."""
+    """The gateway's snapshots of the load. Raises AioRpcError, and TimeoutError if none comes for SILENT_S."""
     async with grpc.aio.insecure_channel(address, options=[NO_PROXY]) as channel:
         watch = load_pb2_grpc.LoadServiceStub(channel).WatchLoad(load_pb2.WatchLoadRequest(interval_s=LOOK_S))
         while True:

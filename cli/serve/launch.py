@@ -1,8 +1,8 @@
-"""Plans the processes of a service: their commands, settings, environment, and the folder where they meet (0700,
-removed afterwards). Pure, but for writing those files.
+"""Plans the processes of a service: their commands, settings, environment, and run directory (0700, removed
+afterwards). Pure, except that it writes those files.
 
-Each process gets its settings as a TOML file in the run directory (0600): nothing is lost between the supervisor's
-flags, environment and file, and no secret stands in a command line.
+Each process gets its settings as a TOML file in the run directory (0600): they are complete, whether they came from
+flags, environment or file, and no secret appears on a command line.
 """
 
 import json
@@ -33,24 +33,24 @@ from octavo.wire.run_dir import (
     held_run_dir,
 )
 
-_PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
+_PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # variables that are read but are not settings
 GATEWAY_PORT_STRIDE = 100
 CORES_PER_GATEWAY = 2
 MOST_GATEWAYS = 8
 CORES_PER_WORKER = 2
 THREADS_OF_PROCESS = 16
-"""Those of a gateway, and of any other process beside those that compute: seen are 8 to 18."""
+"""Of a gateway, and of any other process besides threads that compute; 8 to 18 have been seen."""
 PEERS_FILE = "peer-endpoints"
 READY_FILE = "ready"
-"""In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
+"""A file in the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
 
 
 def choose_gateways(num_cores: int, *, num_workers: int, on_gpu: bool) -> int:
-    """How many gateways are best for a service of which nothing else is known. A model on the CPU computes on every
-    core, and a gateway more takes time from it. Beside a GPU a gateway for every two cores. The kernel deals few
-    connections out unevenly, and the busiest gateway has the fewer the more there are (of eight connections four or
-    five at three gateways, two or three at seven); they are not all busy (bench/RESULTS.md). A worker beyond the
-    first has a thread that plans and one that copies."""
+    """The best number of gateways if nothing else is known of a service. With the model on the CPU: one, since the
+    model uses every core and another gateway would take time from it. With a GPU: one for every two cores. The kernel
+    distributes few connections unevenly, and with more gateways the busiest has fewer of them (of eight connections
+    four or five with three gateways, two or three with seven); they are not all busy (bench/RESULTS.md). Each worker
+    beyond the first has a thread that plans and one that copies, which need cores."""
     if not on_gpu:
         return 1
     cores = num_cores - CORES_PER_WORKER * (num_workers - 1)
@@ -58,38 +58,38 @@ def choose_gateways(num_cores: int, *, num_workers: int, on_gpu: bool) -> int:
 
 
 def choose_threads(num_cores: int, *, num_workers: int, num_ranks: int) -> int | None:
-    """Threads of each rank where several workers of a model compute on the same cores; None: a worker's own choice,
-    all that there are. Their requests come evenly, so that all are busy at once, and threads beyond the cores wait for
-    each other at every product (bench/RESULTS.md). Workers of other models are not counted: which of them are busy is
-    not known."""
+    """Threads of each rank if several workers of a model share the cores; None: left to the worker, which uses all
+    cores. Requests are spread evenly, so that all workers are busy at once, and threads in excess of the cores wait for
+    each other at every product (bench/RESULTS.md). Workers of other models are not counted, since it is not known which
+    of them are busy."""
     return None if num_workers == 1 else max(1, -(-num_cores // (num_workers * num_ranks)))
 
 
 def with_threads(settings: ServeSettings, num_cores: int) -> ServeSettings:
-    """The settings with the threads of each worker on this host's cores."""
+    """The settings with num_threads set to each worker's share of this host's cores."""
     num_ranks = settings.tensor_parallel_size
     number = choose_threads(num_cores, num_workers=settings.workers, num_ranks=num_ranks)
     return settings.model_copy(update={"num_threads": number})
 
 
 def threads_of_service(settings: ServeSettings, *, on_gpu: bool) -> int:
-    """Threads of all processes of this host, about."""
+    """Approximate number of threads of all processes on this host."""
     others = 1 + settings.num_gateways + (settings.openai is not None)
     num_workers = 0 if settings.cluster else settings.workers * len(settings.model)
     return others * THREADS_OF_PROCESS + num_workers * threads_of_worker(settings, on_gpu=on_gpu)
 
 
 def threads_of_worker(settings: ServeSettings | WorkerSettings, *, on_gpu: bool) -> int:
-    """Threads of a worker, about: those that compute, and those of libraries."""
+    """Approximate number of threads of a worker: those that compute, and those of libraries."""
     computing = 0 if on_gpu or settings.runner != "torch" else settings.num_threads or usable_cores()
     return settings.tensor_parallel_size * (THREADS_OF_PROCESS + computing)
 
 
 @contextmanager
 def run_folder(given: Path | None) -> Iterator[Path]:
-    """The folder given, checked (and left where it is), or a new one that is removed at the end.
+    """The given folder, checked, or a new one. A folder that did not exist before is removed at the end.
 
-    Raises CliError where the folder given cannot be trusted, or another service has it.
+    Raises CliError if the given folder cannot be trusted, or another service uses it.
     """
     if given is None:
         with folder_of_sockets("octavo-run-") as made:
@@ -105,7 +105,7 @@ def run_folder(given: Path | None) -> Iterator[Path]:
             raise CliError(
                 "the run directory cannot be used", str(error), f"mend it, or give another with {flag_of('run_dir')}"
             ) from None
-        (folder / READY_FILE).unlink(missing_ok=True)  # of a supervisor that was killed
+        (folder / READY_FILE).unlink(missing_ok=True)  # left by a supervisor that was killed
         try:
             yield folder
         finally:
@@ -127,9 +127,9 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process: its name, its settings, where its metrics are, where a gateway that guards its door can be asked
-    for health and models all the same, the address of one that speaks HTTP to callers, and what its environment has
-    that others have not. is_placed: the cluster chooses its host."""
+    """One process. is_placed: the cluster chooses its host. metrics_port: None if unknown here, or if it has none.
+    status_socket: where to ask a gateway for health and models without credentials. url: of a process that serves HTTP
+    to callers. variables: what only its environment has."""
 
     name: str
     role: Role
@@ -142,17 +142,17 @@ class ProcessPlan:
 
     @property
     def model(self) -> str:
-        """Of a worker, as it was asked for; else empty."""
+        """Of a worker, as --model names it; else empty."""
         return str(self.settings["model"][0]) if self.role is Role.WORKER else ""
 
     @property
     def label(self) -> str:
-        """For people: the name, and the model of a worker."""
+        """For people: the name and, for a worker, its model."""
         return f"{self.name} ({self.model})" if self.model else self.name
 
 
 def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
-    """(setting, port) of every process in the order of `plan_processes`; 0 stays 0."""
+    """(setting, metrics port) of every process that has one, in the order of `plan_processes`; 0 stays 0."""
     gateway, worker = settings.metrics_port, settings.worker_metrics_port
     num_workers = settings.workers * len(settings.model)
     return [("metrics_port", gateway and gateway + GATEWAY_PORT_STRIDE * n) for n in range(settings.num_gateways)] + [
@@ -162,8 +162,8 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLinks:
-    """Where workers dial the gateways of this host, one endpoint each, and what each side needs for it besides.
-    controls: where other gateways do; unset: sockets of this host."""
+    """endpoints: where workers connect to the gateways of this host, one each. controls: where other gateways connect
+    to them; None: sockets of this host. of_gateways, of_workers: further settings that each side needs for this."""
 
     endpoints: list[str]
     controls: list[str] | None = None
@@ -172,7 +172,7 @@ class GatewayLinks:
 
 
 def local_links(settings: ServeSettings, run_dir: Path) -> GatewayLinks:
-    """Sockets in the run directory, which is closed to others."""
+    """Sockets in the run directory, which other users cannot enter."""
     return GatewayLinks(endpoints=[f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.num_gateways)])
 
 
@@ -185,8 +185,8 @@ def plan_processes(
     openai_port: int | None = None,
     links: GatewayLinks | None = None,
 ) -> tuple[ProcessPlan, ...]:
-    """Gateways, here and elsewhere, then workers, then the front. port: of the gRPC service. ports: of the metrics.
-    links: unset, all processes are on this host."""
+    """Gateways, here and elsewhere, then workers, then the OpenAI front end. port: of the gRPC service. ports: of the
+    metrics. openai_port: None if there is no front end. links: None if all processes are on this host."""
     links = links or local_links(settings, run_dir)
     controls = links.controls or [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
     gateways = [
@@ -221,8 +221,8 @@ def plan_processes(
 
 
 def plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port: int) -> ProcessPlan:
-    """Gateway n, on a host that is chosen later: what depends on the host is put in there. Only callers, workers and
-    other gateways reach it; operators call one of this host."""
+    """Gateway n, on a host that is chosen later, where the settings that depend on the host are added. Only callers,
+    workers and other gateways reach it; operators call one on this host."""
     own: dict[str, Any] = {
         "status_socket": None,
         "front_socket": None,
@@ -230,7 +230,7 @@ def plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port:
         "page": "off",
         "peer_endpoint": [],
         "port_sharing": "exclusive",
-        "expected_model": list(map(name_of_model, settings.model)),  # a folder may be elsewhere there
+        "expected_model": list(map(name_of_model, settings.model)),  # a folder may have another path there
     }
     return ProcessPlan(
         name=f"gateway-{n}",
@@ -242,7 +242,7 @@ def plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port:
 
 
 def devices_of_group(settings: ServeSettings, n: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What shows worker n, where it is a group, GPUs that no other worker has."""
+    """Environment variables that give worker n, if it has several ranks, GPUs of its own."""
     size = settings.tensor_parallel_size
     if size == 1 or settings.device == "cpu":
         return {}
@@ -254,7 +254,7 @@ def devices_of_group(settings: ServeSettings, n: int, environment: Mapping[str, 
 def plan_worker(
     settings: ServeSettings, n: int, model: str, *, run_dir: Path, metrics_port: int, links: GatewayLinks
 ) -> ProcessPlan:
-    """Worker n of the service, with a model as --model names it."""
+    """Worker n of the service. model: as --model names it."""
     name = f"worker-{n}"
     own = {
         "run_dir": str(run_dir),
@@ -274,7 +274,7 @@ def plan_worker(
 
 
 def supervisor_socket(run_dir: Path) -> Path:
-    """Where the supervisor is told how many workers and gateways there shall be."""
+    """Where the supervisor is told how many workers and gateways to run."""
     return run_dir / "supervisor.sock"
 
 
@@ -295,17 +295,17 @@ def _plan_front(settings: ServeSettings, run_dir: Path, port: int) -> ProcessPla
 
 
 def front_socket(run_dir: Path, n: int) -> Path:
-    """Where gateway n takes calls from the front."""
+    """Where gateway n takes calls from the OpenAI front end."""
     return run_dir / f"front-{n}.sock"
 
 
 def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None:
-    """Of gateway n; None where its own port answers everybody, and nobody follows the load."""
+    """Of gateway n; None if its port answers without credentials, and there is no autoscaler to follow the load."""
     return run_dir / f"status-{n}.sock" if settings.guards_its_door or settings.autoscale else None
 
 
 def write_settings(values: Mapping[str, Any], path: Path) -> Path:
-    """Settings as a file that only we can read; None is left out."""
+    """Write settings to a file that only this user can read, and return its path; those that are None are left out."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with blaming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None)
@@ -313,18 +313,18 @@ def write_settings(values: Mapping[str, Any], path: Path) -> Path:
 
 
 def command_line(command: str, settings_file: Path) -> list[str]:
-    """How to start `octavo COMMAND`: this Python, without the working directory on its path."""
+    """The command that starts `octavo COMMAND`: with this Python, and without the working directory on its path."""
     return [sys.executable, "-P", "-m", "octavo.cli.main", command, "--config", str(settings_file)]
 
 
 def environment() -> dict[str, str]:
-    """The environment of the processes: ours, without settings (they are in the file)."""
+    """The environment of the processes: ours, without settings, which are in the file."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
     return kept | passed_on() | {PARENT_VARIABLE: str(os.getpid())}
 
 
 def passed_on() -> dict[str, str]:
-    """What of our variables every process gets, wherever it runs."""
+    """Those of our variables that every process gets, wherever it runs."""
     return {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
 
 
@@ -352,19 +352,19 @@ def _gateway_settings(
 
 
 def shares_port(settings: ServeSettings) -> bool:
-    """Whether the port of the gRPC service is held for all gateways of this host before they start; so that none of
-    another host of the cluster, which may be this one by another name, takes it."""
+    """Whether the gRPC port is reserved for all gateways of this host before they start. Also with gateways on a
+    cluster, one of which may run on this machine under another name and would take the port."""
     return settings.num_gateways > 1 or settings.cluster_gateways > 0
 
 
 def _listed_peers(control: str, run_dir: Path) -> dict[str, Any]:
-    """Of a gateway some of whose others change their address."""
+    """Peer settings of a gateway if other gateways may change their address: they are listed in a file."""
     return {"control_endpoint": control, "peer_endpoint": [], "peer_endpoints_file": run_dir / PEERS_FILE}
 
 
 def _peers(settings: ServeSettings, sockets: list[str], n: int) -> dict[str, Any]:
-    """How gateway n and the others reach each other; nothing where it is the only one. sockets: of those of this host,
-    where there is no other."""
+    """How gateway n and the others reach each other; all None if it is the only one. sockets: of the gateways of this
+    host, used without --control-endpoint."""
     if settings.control_endpoint:
         first = parse_endpoint(settings.control_endpoint)
         own = f"tcp://{join_address(first.host, first.port + n)}"
@@ -381,12 +381,13 @@ def _peers(settings: ServeSettings, sockets: list[str], n: int) -> dict[str, Any
 
 
 def _logs(settings: ServeSettings) -> dict[str, Any]:
-    """The supervisor reads how far the start is from their lines, and shows people what --log-level lets through."""
+    """JSON, at level info or debug: the supervisor reads startup progress from the lines, and filters by --log-level
+    what it shows."""
     return {"log_format": "json", "log_level": "debug" if settings.log_level == "debug" else "info"}
 
 
 def _toml(value: object) -> str:
-    # JSON's strings, numbers, booleans and lists of strings are TOML's too, but for two things: TOML has no pairs of
-    # surrogates, by which JSON's escapes write what is beyond U+FFFF, and does not take DEL as it is.
+    # JSON's strings, numbers, booleans and lists of strings are valid TOML, with two exceptions: TOML has no surrogate
+    # pairs, with which JSON escapes characters beyond U+FFFF, and allows no literal DEL.
     text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
     return text.replace("\x7f", "\\u007f")

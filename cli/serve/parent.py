@@ -18,27 +18,27 @@ from octavo.wire.host import die_with
 
 PARENT_VARIABLE = "OCTAVO_SUPERVISOR_PID"
 EXIT_DRAINED = 77
-"""How a gateway ends for its supervisor that an operator has drained: not to be started again, other than one that a
-signal ended. Without a supervisor that is 0."""
+"""Exit code of a gateway that an operator has drained, if it has a supervisor: it is not to be restarted, unlike one
+that a signal ended. Without a supervisor it exits with 0."""
 EXIT_PLACE_LOST = 78
-"""Of a process on a cluster whose host is gone, told in its place."""
+"""Stands for the exit code of a process on a cluster whose host is gone."""
 EXIT_NO_PLACE = 79
-"""Of a process for which the cluster had no room, told in its place."""
+"""Stands for the exit code of a process for which the cluster had no room."""
 EXIT_NOT_STARTED = 80
-"""Of a process for which this host had no descriptor, memory or process to spare, told in its place."""
+"""Stands for the exit code of a process that could not be started for want of descriptors, memory or processes."""
 CANNOT_START = "cannot_start"
-"""The event of a line by which a process tells its supervisor why it ends, in the three parts of a CliError."""
+"""The event of a log line that tells the supervisor why a process ends; its fields are the parts of a CliError."""
 Command = TypeVar("Command", bound=Callable[..., int])
 
 
 def has_supervisor() -> bool:
-    """Whether one started this process; to be asked before `die_with_supervisor`."""
+    """Whether a supervisor started this process; call it before `die_with_supervisor`."""
     return bool(os.environ.get(PARENT_VARIABLE))
 
 
 def told_to_supervisor(command: Command) -> Command:
-    """A command of which the errors go to the supervisor, as a line of the log, where one started this process: they
-    are shown once, by it."""
+    """Decorates a command: if a supervisor started this process, an error goes to it as a log line, and only the
+    supervisor shows it."""
 
     @functools.wraps(command)
     def run(*arguments: Any) -> int:
@@ -58,9 +58,10 @@ def told_to_supervisor(command: Command) -> Command:
 
 
 def die_with_supervisor() -> None:
-    """Called first in `octavo gateway` and `octavo worker`; does nothing where no supervisor started them.
+    """Call it first in every command that a supervisor may start; does nothing if none did.
 
-    SIGKILL, since an orphan that drains for half a minute would hold ports and memory against the next start.
+    The process dies by SIGKILL, since an orphan that drains for half a minute would keep ports and memory from the next
+    start.
     """
     supervisor = os.environ.pop(PARENT_VARIABLE, "")
     if supervisor:

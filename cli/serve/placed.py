@@ -18,21 +18,21 @@ from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.model_names import model_ports
 from octavo.wire.endpoints import is_address, is_wildcard
 
-PLACE_S = 30.0  # for the first place of a process; later ones are waited for as long as it takes
-PATIENCE_S = 10.0  # until people are told that one waits
-ANEW_S = 30.0  # after which a reservation that is not granted is made anew: a cluster may lose one as a host dies
-ANSWER_S = 120.0  # for an actor to start and to answer; where it does not, the process is placed anew
-APART_S = 3.0  # that a gateway waits for a host which has no other
+PLACE_S = 30.0  # limit on finding the first place of a process; later there is no limit
+PATIENCE_S = 10.0  # before users are told that a process is waiting
+ANEW_S = 30.0  # before a reservation that is not granted is made again: a cluster may lose one when a host dies
+ANSWER_S = 120.0  # for an actor to start and answer; if it does not, the process is placed again
+APART_S = 3.0  # that a gateway waits for a host without another gateway
 AGAIN_S = 0.5
 NODE_LABEL = "ray.io/node-id"
-LOOK_S = 2.0  # between two looks at files that others may change
+LOOK_S = 2.0  # between two checks of files that others may change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterContext:
-    """What all processes of a service on a cluster have in common. ray: the library, connected. label: of the service,
-    among all of the cluster. own_node: the supervisor's; empty where it has none. towards: the supervisor's address.
-    placing: held while a gateway looks for its place and ports."""
+    """What all processes of a service on a cluster have in common. ray: the library, connected. label: unique to the
+    service within the cluster. own_node: the supervisor's; empty if it has none. towards: the supervisor's address.
+    placing: held while a gateway gets its place and ports."""
 
     ray: Any
     label: str
@@ -43,8 +43,8 @@ class ClusterContext:
 
 
 class Placed:
-    """A worker. Keeps its place from one life to the next, while the host is there. files(): settings whose value is a
-    file, with its text of now."""
+    """A worker. Keeps its place across restarts while its host is there. files(): the current content of each file that
+    a setting names, by setting."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class Placed:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has, or waits for, a place."""
+        """Whether it has a place or is waiting for one."""
         return self._living is not None and not self._living.done()
 
     async def run(self) -> int:
-        """One life. The exit code of the process; EXIT_PLACE_LOST, EXIT_NO_PLACE."""
+        """Run the process once. Returns its exit code, EXIT_PLACE_LOST or EXIT_NO_PLACE."""
         self._living = asyncio.create_task(self._live(), name=self.name)
         self._context.board.listeners.add(self._tell)
         try:
             return await self._living
         except asyncio.CancelledError:
             if self._living.cancelled() and self._is_leaving:
-                return 0  # by `kill`, or by `terminate` while it had no place
+                return 0  # cancelled by `kill`, or by `terminate` while it had no place
             raise
         finally:
             self._context.board.listeners.discard(self._tell)
@@ -103,7 +103,7 @@ class Placed:
                 self._leave()
 
     def terminate(self) -> None:
-        """SIGTERM to the process; without a place it ends at once."""
+        """Send SIGTERM to the process; without a place it ends at once."""
         self._is_leaving = True
         if self._seat is not None and self.is_running:
             self._seat.terminate.remote()
@@ -113,7 +113,7 @@ class Placed:
             self._leave()
 
     def kill(self) -> None:
-        """The process dies with its actor."""
+        """Kill the actor, and the process with it."""
         self._is_leaving = True
         if self._living is not None:
             self._living.cancel()
@@ -152,26 +152,26 @@ class Placed:
             self._leave()
             self._notice(f"{self.name}: {first_line(error.cause or error)}")
             return 1
-        except (errors.RayError, TimeoutError) as error:  # such as an answer that was lost with a host
+        except (errors.RayError, TimeoutError) as error:  # for example, an answer lost with its host
             self._leave()
             self._notice(f"{self.name}: its actor does not answer: {first_line(error)}")
             self._was_placed = False
             return EXIT_PLACE_LOST
 
     def _settings_of_life(self) -> dict[str, Any]:
-        """With what its place adds."""
+        """The settings for this run, including those that depend on its place."""
         return dict(self._settings)
 
     def _reached(self) -> str:
-        """For people, after where it is placed."""
+        """For people: how callers reach it; appended to the notice of its place."""
         return ""
 
     async def _settle(self) -> bool:
-        """Have a place; whether there is one."""
+        """Get a place unless it has one. Returns whether it has one now."""
         return self._seat is not None or await self._place()
 
     def _files_of_now(self) -> tuple[int, Mapping[str, str]]:
-        """With a number that grows when they change."""
+        """The current files, with a number that grows when they change."""
         files = self._files()
         if files != self._files_told:
             self._num_told += 1
@@ -179,9 +179,9 @@ class Placed:
         return self._num_told, files
 
     def _tell(self) -> None:
-        """Hand its files out where they have changed."""
+        """Send its files to its host if they have changed."""
         number, files = self._files_of_now()
-        if self._seat is not None and number > max(self._num_written, 1):  # the first ones go with the start
+        if self._seat is not None and number > max(self._num_written, 1):  # the first ones are sent with the start
             self._num_written = number
             task = asyncio.create_task(self._write(number, files), name=f"files of {self.name}")
             self._telling.add(task)
@@ -189,18 +189,18 @@ class Placed:
 
     async def _write(self, number: int, files: Mapping[str, str]) -> None:
         errors = self._ray.exceptions
-        # Whoever follows it hears of an actor that is gone; there is no seat once it has left.
+        # `_live` notices an actor that is gone; there is no seat after it has left.
         with contextlib.suppress(errors.RayError, AttributeError):
             try:
                 await self._ask("write", number, files)
             except errors.RayTaskError as error:  # its disk may be full
-                self._num_written = 0  # the next look tries again
+                self._num_written = 0  # the next `_tell` tries again
                 if (why := first_line(error.cause or error)) != self._told:
                     self._told = why
                     self._notice(f"{self.name} does not learn what has changed, and it is tried again: {why}")
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """An answer of the actor; asked again while it cannot be reached and nobody knows that it is gone."""
+        """The actor's answer. Asks again while the actor is unreachable but not known to be gone."""
         while True:
             try:
                 reference = getattr(self._seat, method).remote(*arguments)
@@ -209,7 +209,7 @@ class Placed:
                 await asyncio.sleep(AGAIN_S)
 
     async def _place(self) -> bool:
-        """Whether there is room, at the first time; later it waits until there is."""
+        """Get a place. The first time, gives up after PLACE_S and returns False; later waits as long as it takes."""
         limits = (PATIENCE_S, PLACE_S - PATIENCE_S) if self._life == 1 else chain([PATIENCE_S], repeat(ANEW_S))
         is_told = False
         for limit_s in limits:
@@ -223,11 +223,11 @@ class Placed:
 
     @property
     def _never_at(self) -> Sequence[str]:
-        """Nodes that it must not be on."""
+        """Ids of nodes that it must not be placed on."""
         return ()
 
     async def _reserve(self, limit_s: float, *, not_at: Sequence[str]) -> bool:
-        """Whether it has a place after so long, other than these nodes."""
+        """Reserve a place and start its actor. Returns whether that succeeded in limit_s. not_at: nodes to avoid."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -239,7 +239,7 @@ class Placed:
         ready = asyncio.wrap_future(self._group.ready().future())
         await asyncio.wait([ready], timeout=limit_s)
         if not ready.done():
-            ready.add_done_callback(lambda late: late.cancelled() or late.exception())  # asyncio would tell of it
+            ready.add_done_callback(lambda late: late.cancelled() or late.exception())  # or asyncio would log it
             return False
         ready.result()
         self._seat = (
@@ -255,7 +255,7 @@ class Placed:
         return True
 
     def _leave(self) -> None:
-        """Give the place back. What cannot be told to a cluster that is gone needs not be."""
+        """Kill the actor and give the place back. Errors are ignored: the cluster may be gone."""
         seat, self._seat = self._seat, None
         with contextlib.suppress(Exception):
             if seat is not None:
@@ -272,22 +272,22 @@ class Placed:
 
 
 class PlacedGateway(Placed):
-    """A gateway. Its host gives it an address and ports, which the board has for as long as it keeps its place."""
+    """A gateway. Its address and ports are chosen on its host, and stay on the board while it keeps its place."""
 
     _spot: Spot | None = None
 
     async def _settle(self) -> bool:
-        if self._seat is not None:  # others know its host and ports: it need not wait for one that waits for a host
+        if self._seat is not None:  # the board has its host and ports: no need to wait for others being placed
             await self._draw()
             return True
-        async with self._context.placing:  # else two would choose the same host, or the same ports there
+        async with self._context.placing:  # else two could choose the same host, or the same ports there
             if not await self._place():
                 return False
             await self._draw()
         return True
 
     async def _place(self) -> bool:
-        """On a host that has no other gateway where there is one soon; never on the supervisor's."""
+        """Prefers a host without another gateway if one is free within APART_S; never the supervisor's."""
         apart = [*self._never_at, *sorted(self._context.board.nodes(self.name))]
         if apart != self._never_at:
             if await self._reserve(APART_S, not_at=apart):
@@ -313,7 +313,7 @@ class PlacedGateway(Placed):
         taken = board.ports(besides=self.name)
         async with asyncio.timeout(ANSWER_S):
             host, ports = await self._ask("draw", self._context.towards, wanted, taken, version_here())
-        node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # none: the host is gone by now
+        node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # missing if the host is gone by now
         port, workers, control, metrics, *of_models = ports
         self._spot = Spot(
             host=host,
@@ -352,6 +352,6 @@ class PlacedGateway(Placed):
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says."""
+    """The first line of the error's message, or its type's name if that is empty."""
     lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a process needs of a cluster's host, whether there is room for so many, and where its gateways are. Pure; knows
+"""What a process needs on a cluster's host, whether there is room for so many, and where the gateways are. Pure; knows
 no cluster library."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,13 @@ from octavo.cli.errors import CliError, usage
 from octavo.cli.settings.addresses import join_address, split_address
 from octavo.cli.settings.groups import ServeSettings
 
-CLIENT_PORT = 10001  # where a Ray head takes drivers of other hosts
+CLIENT_PORT = 10001  # default port on which a Ray head accepts drivers of other hosts
 _ADDRESS_ADVICE = "write it as ray://HEAD, as HOST:PORT of the head, or as auto"
 
 
 class Way(Enum):
-    """How a cluster is joined: the one that runs here, through this host's part of it, or from outside."""
+    """How a cluster is joined. AUTO: the one that runs here. MEMBER: by its head's address, with this host part of it.
+    CLIENT: from outside."""
 
     AUTO = "auto"
     MEMBER = "member"
@@ -23,7 +24,7 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Where a cluster's head is. address: as Ray takes it. host, port: what listens there; empty and 0 for AUTO."""
+    """Where a cluster's head is. address: in Ray's form. host, port: where it listens; empty and 0 for AUTO."""
 
     way: Way
     address: str
@@ -32,7 +33,7 @@ class Head:
 
 
 def head_of(text: str) -> Head:
-    """--cluster, understood. Raises CliError."""
+    """--cluster, parsed. Raises CliError."""
     if text == "auto":
         return Head(way=Way.AUTO, address="auto")
     if text.startswith("ray://"):
@@ -59,7 +60,7 @@ def _split(text: str, address: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Of one worker, whose processes are all on one host; or of one gateway."""
+    """The resources of one worker, whose processes are all on one host, or of one gateway."""
 
     gpus: int
     cpus: int
@@ -70,18 +71,18 @@ class Need:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray names them."""
+        """By Ray's names."""
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
 OF_GATEWAY = Need(gpus=0, cpus=1)
 Host = Mapping[str, float]
-"""What a host of the cluster has, by Ray's names."""
+"""The resources of a host of the cluster, by Ray's names."""
 
 
 def need_of(settings: ServeSettings, hosts: Sequence[Host]) -> Need:
-    """A GPU for each process of a worker, and a CPU beside it; without GPUs the CPUs of its threads. Raises CliError
-    where GPUs are asked for and the cluster has none."""
+    """For each rank of a worker, a GPU and a CPU; without GPUs, a CPU for each of its threads. Raises CliError if GPUs
+    are asked for and the cluster has none."""
     has_gpus = any(host.get("GPU", 0) >= 1 for host in hosts)
     if settings.device == "cuda" and not has_gpus:
         numbers = f"--device is cuda, and none of its {_hosts(len(hosts))} has a GPU that Ray knows of"
@@ -95,13 +96,13 @@ def need_of(settings: ServeSettings, hosts: Sequence[Host]) -> Need:
 
 
 def room_for(need: Need, hosts: Sequence[Host]) -> int:
-    """How many such workers the hosts hold in all, each whole on one of them."""
+    """How many such workers the hosts can hold in total, each entirely on one host."""
     wanted = need.resources
     return sum(min(int(host.get(name, 0) // amount) for name, amount in wanted.items()) for host in hosts)
 
 
 def why_no_room(need: Need, hosts: Sequence[Host], num_workers: int) -> str | None:
-    """A sentence where the hosts do not hold so many workers; None where they do."""
+    """A sentence if the hosts cannot hold that many workers, else None."""
     room = room_for(need, hosts)
     if room >= num_workers:
         return None
@@ -112,9 +113,9 @@ def why_no_room(need: Need, hosts: Sequence[Host], num_workers: int) -> str | No
 
 
 def room_beside_gateways(hosts: Sequence[Host], is_away: Sequence[bool], need: Need, num_gateways: int) -> list[Host]:
-    """What hosts leave to workers at best once so many gateways have their places: each on one that is not the
-    supervisor's own, as few on one host as can be, and where workers miss it least. Raises CliError where there is no
-    place for them."""
+    """What hosts have left for workers, at best, once that many gateways are placed: none on the supervisor's host, as
+    few as possible on one host, and where they cost workers least. is_away: for each host, whether it is not the
+    supervisor's. Raises CliError if there is no room for them."""
     left, held = list(hosts), {n: 0 for n, is_other in enumerate(is_away) if is_other}
     for number in range(num_gateways):
         able = [n for n in held if left[n].get("CPU", 0) >= OF_GATEWAY.cpus]
@@ -134,15 +135,15 @@ def room_beside_gateways(hosts: Sequence[Host], is_away: Sequence[bool], need: N
 
 
 def _less(host: Host) -> Host:
-    """What a gateway leaves of it."""
+    """What a gateway leaves of the host's resources."""
     return dict(host) | {"CPU": host.get("CPU", 0) - OF_GATEWAY.cpus}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """Where a gateway is reached. host: its address. The ports: by callers, workers, other gateways and Prometheus.
-    models: further ones of callers, each with the model that they mean who name none. node: of the cluster; empty for
-    the supervisor's host."""
+    """Where a gateway is reached. host: its address. port, worker_port, control, metrics: ports for callers, workers,
+    other gateways and Prometheus. models: (model, port): further ports for callers, where a request that names no model
+    gets this one. node: of the cluster; empty for the supervisor's host."""
 
     host: str
     port: int
@@ -154,43 +155,43 @@ class Spot:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Which nobody else on its host can have."""
+        """All of them; no other process on its host can use these."""
         return self.port, self.worker_port, self.control, self.metrics, *(port for _, port in self.models)
 
 
 class Board:
-    """Where the gateways of a service are now. Whoever must know is called when that changes."""
+    """Where the gateways of a service are now. listeners: called when that changes."""
 
     def __init__(self, here: Mapping[str, Spot]) -> None:
-        """here: those of the supervisor's host, by name, which stay where they are."""
+        """here: gateways on the supervisor's host, by name; they never move."""
         self._here = dict(here)
         self._placed: dict[str, Spot] = {}
         self.listeners: set[Callable[[], None]] = set()
 
     def put(self, name: str, spot: Spot) -> None:
-        """It has a place, perhaps another than before."""
+        """Record a gateway's place, which may be new or have changed."""
         if self._placed.get(name) != spot:
             self._placed[name] = spot
             self._tell()
 
     def drop(self, name: str) -> None:
-        """It has no place."""
+        """A gateway no longer has a place."""
         if self._placed.pop(name, None) is not None:
             self._tell()
 
     def addresses(self) -> dict[str, str]:
-        """Where callers reach those of other hosts."""
+        """Where callers reach the gateways on other hosts, by gateway."""
         return {name: join_address(each.host, each.port) for name, each in sorted(self._placed.items())}
 
     def model_addresses(self) -> dict[str, dict[str, str]]:
-        """Where callers of them who name no model mean one, by gateway and model."""
+        """Where requests to them that name no model get a given one, by gateway and model."""
         return {
             name: {model: join_address(each.host, port) for model, port in each.models}
             for name, each in sorted(self._placed.items())
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """For people: what is there, and its address."""
+        """For people: (name, address) of each of them, and of its ports for single models."""
         of_models = self.model_addresses()
         return [
             row
@@ -199,19 +200,19 @@ class Board:
         ]
 
     def endpoints(self) -> str:
-        """Where workers dial all of them: the text of a file."""
+        """Where workers connect to all gateways, as the content of an endpoints file."""
         return "".join(f"tcp://{join_address(each.host, each.worker_port)}\n" for each in self._all().values())
 
     def controls(self) -> str:
-        """Where they dial each other: the text of a file."""
+        """Where gateways connect to each other, as the content of an endpoints file."""
         return "".join(f"tcp://{join_address(each.host, each.control)}\n" for each in self._all().values())
 
     def nodes(self, besides: str) -> set[str]:
-        """That have a gateway other than this one."""
+        """Nodes that have a gateway other than `besides`."""
         return {each.node for name, each in self._placed.items() if name != besides}
 
     def ports(self, besides: str) -> list[int]:
-        """Of all others."""
+        """The ports of all gateways other than `besides`."""
         return [port for name, each in self._all().items() if name != besides for port in each.ports if port]
 
     def _all(self) -> dict[str, Spot]:

@@ -1,4 +1,4 @@
-"""Ports and threads before anything starts: whether they can be had, and which port to take for 0."""
+"""Checks, before anything starts, that ports and threads are available; chooses the port for 0."""
 
 import errno
 import socket
@@ -13,8 +13,8 @@ MAX_PORT = 65535
 
 
 def require_free(host: str, port: int, setting: str) -> None:
-    """Raises CliError naming the flag where something listens there, where the address is not ours, and where a port
-    that was counted up from the one given is none."""
+    """Raises CliError naming the flag if something listens there, the address is not this host's, or a port that was
+    counted up from the given one is above MAX_PORT."""
     if port > MAX_PORT:
         raise usage(
             f"bad value for {flag_of(setting)}",
@@ -30,7 +30,7 @@ def require_free(host: str, port: int, setting: str) -> None:
 
 
 def require_address(host: str, setting: str) -> None:
-    """Raises CliError naming the flag where that is no address of this host."""
+    """Raises CliError naming the flag if `host` is not an address of this host."""
     try:
         with _socket_for(host) as probe:
             probe.bind((host, 0))
@@ -44,7 +44,7 @@ def require_address(host: str, setting: str) -> None:
 
 
 def require_threads(wanted: int) -> None:
-    """Raises CliError where so many cannot be started, by this process and those that it starts."""
+    """Raises CliError if this process and its children cannot start that many more."""
     had = threads_to_be_had(wanted)
     if had < wanted:
         numbers = f"{had} more can be started here, and this takes {wanted}"
@@ -53,7 +53,7 @@ def require_threads(wanted: int) -> None:
 
 
 def busy_port(host: str, port: int, setting: str, error: OSError) -> CliError:
-    """What to tell about an address that cannot be bound."""
+    """The error for an address that cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         return CliError(
             f"port {port} is busy",
@@ -69,7 +69,7 @@ def busy_port(host: str, port: int, setting: str, error: OSError) -> CliError:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether somebody could listen there now."""
+    """Whether a process could listen there now."""
     try:
         require_free(host, port, "port")
     except CliError:
@@ -78,7 +78,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str, taken: set[int]) -> int:
-    """A port that is free now and not among those taken; adds it to them."""
+    """A port that is free now and not in `taken`, to which it is added."""
     while True:
         with _socket_for(host) as probe:
             probe.bind((host, 0))
@@ -90,7 +90,8 @@ def free_port(host: str, taken: set[int]) -> int:
 
 @contextmanager
 def held_port(host: str, port: int) -> Iterator[int]:
-    """Holds a port for processes that will share it (SO_REUSEPORT), without listening; gives the port for 0."""
+    """Reserves a port, without listening, for processes that will share it (SO_REUSEPORT). Yields its number, which the
+    system chooses for 0."""
     with _socket_for(host) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, port))

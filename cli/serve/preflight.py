@@ -1,6 +1,7 @@
-"""Checks before a process is started: models, device, variables that no setting reads.
+"""Checks before any process is started: models, device, environment variables that no setting reads.
 
-A mistake that every worker would die of costs a second here, and a quarter of a minute and two errors there.
+A mistake that would end every worker takes a second to report here; there it takes a quarter of a minute and gives two
+errors.
 """
 
 import contextlib
@@ -64,8 +65,8 @@ elif about["cuda"]:
         pass
 parts = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip().startswith("MIG-")]
 print(about["__version__"], about["cuda"] or "no", len(parts) if parts and count.value else count.value)
-"""  # importing torch takes seconds; and a process sees one part of a GPU at most, each of its children another
-# With torch, which the supervisor has no other use for.
+"""  # without importing torch, which takes seconds; a process sees only one MIG part, but each child can get its own
+# In a child process, since it needs torch, which the supervisor does not.
 _CUT = """import json, sys
 from pathlib import Path
 from octavo.worker.loading.group import CannotBeCut, check_cut
@@ -77,7 +78,7 @@ except CannotBeCut as error:
 
 
 def check_workers(settings: ServeSettings | WorkerSettings) -> None:
-    """Models and device. Raises CliError, CheckpointError, CardError."""
+    """Check models and device. Raises CliError, CheckpointError, CardError."""
     check_device(settings.device)
     check_group_devices(settings)
     check_ranks_have_a_model(settings)
@@ -87,14 +88,14 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
 
 
 def check_ranks_have_a_model(settings: ServeSettings | WorkerSettings) -> None:
-    """Raises CliError where there are several ranks of no model."""
+    """Raises CliError if several ranks are asked for with a runner that has no model."""
     if settings.runner != "torch" and settings.tensor_parallel_size > 1:
         numbers = f"--tensor-parallel-size is {settings.tensor_parallel_size}, and the oracle has none"
         raise usage("there is no model to cut into parts", numbers, "leave it or --runner oracle out")
 
 
 def check_peers(settings: ServeSettings) -> None:
-    """Where gateways of other hosts reach those of this one. Raises CliError."""
+    """Check the settings by which gateways on other hosts reach those on this one. Raises CliError."""
     if settings.control_endpoint and settings.cluster_gateways:
         raise usage(
             "--cluster-gateways does not go with --control-endpoint",
@@ -142,7 +143,7 @@ def check_peers(settings: ServeSettings) -> None:
 
 
 def check_workers_here(settings: ServeSettings) -> None:
-    """`check_workers`, and that nothing is said of a cluster. Raises CliError, CheckpointError, CardError."""
+    """`check_workers`, and that no cluster settings are given. Raises CliError, CheckpointError, CardError."""
     if settings.cluster_address:
         raise usage(
             "--cluster-address needs --cluster",
@@ -159,7 +160,7 @@ def check_workers_here(settings: ServeSettings) -> None:
 
 
 def check_workers_elsewhere(settings: ServeSettings) -> None:
-    """The same for workers on the hosts of a cluster: what can be known here. Raises CliError, CheckpointError,
+    """For workers on the hosts of a cluster, check what can be known here. Raises CliError, CheckpointError,
     CardError."""
     _check_name(settings.device)
     if settings.cluster_address:
@@ -172,7 +173,8 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
 
 
 def _is_here(checkpoint: str) -> bool:
-    """A folder of this host, which the others have to have as well, or a model that is part of every installation."""
+    """Whether it is a folder on this host, which the others must have too, or a model included in every
+    installation."""
     from octavo.model.checkpoint.source import EMBEDDED
 
     return Path(checkpoint).expanduser().is_dir() or (EMBEDDED / checkpoint).is_dir()
@@ -190,7 +192,7 @@ def _check_own_address(address: str) -> None:
 
 
 def check_traces() -> None:
-    """That the traces which the environment asks for can be had. Raises CliError."""
+    """Raises CliError if the environment asks for traces that are not available."""
     from octavo.gateway.observability.tracing import TracingError, asks_for_traces
 
     try:
@@ -200,7 +202,7 @@ def check_traces() -> None:
 
 
 def check_front(settings: ServeSettings) -> None:
-    """That OpenAI's HTTP interface can be served as asked. Raises CliError."""
+    """Raises CliError if OpenAI's HTTP interface cannot be served with these settings."""
     if settings.openai is None:
         return
     if settings.tls_client_ca_file is not None and settings.api_keys_file is None:
@@ -209,21 +211,21 @@ def check_front(settings: ServeSettings) -> None:
 
 
 def check_isa(cpu_isa: str) -> None:
-    """That this CPU has what it may use at best. Raises model.cpu.isa.CpuIsaError."""
+    """Raises model.cpu.isa.CpuIsaError if this CPU lacks these instructions."""
     from octavo.model.cpu.isa import hidden_above
 
     hidden_above(cpu_isa)
 
 
 def check_device(device: str) -> None:
-    """That there is such a device. Raises CliError."""
+    """Raises CliError if there is no such device."""
     _check_name(device)
     if device.startswith("cuda"):
         _check_gpu(device, *_gpus())
 
 
 def check_device_here(device: str) -> None:
-    """The same in a process that uses torch itself."""
+    """`check_device` in a process that uses torch itself."""
     _check_name(device)
     if device.startswith("cuda"):
         import torch
@@ -232,7 +234,7 @@ def check_device_here(device: str) -> None:
 
 
 def check_group_devices(settings: ServeSettings | WorkerSettings) -> None:
-    """That every rank of every group can have a GPU of its own, where they go to GPUs. Raises CliError."""
+    """Raises CliError if ranks use GPUs and there is not one for every rank of every group."""
     size = settings.tensor_parallel_size
     if size == 1 or settings.device == "cpu" or settings.runner != "torch":
         return
@@ -259,7 +261,7 @@ def _check_name(device: str) -> None:
 
 
 def check_numbers(settings: ServeSettings | WorkerSettings) -> None:
-    """Settings that go with each other. Raises CliError."""
+    """Raises CliError for numbers that do not go together, or an unknown attention backend."""
     tokens, seqs = settings.max_batch_tokens, settings.max_num_seqs
     if tokens is not None and tokens < seqs:
         numbers = f"--max-batch-tokens is {tokens}, and --max-num-seqs is {seqs}: each of them takes a token of a step"
@@ -278,8 +280,8 @@ def _check_gpu(device: str, version: str, cuda: str, count: str) -> None:
 
 
 def serves_on_gpu(settings: ServeSettings | WorkerSettings, devices: Path = Path("/dev")) -> bool:
-    """Whether the workers will find a GPU, told without importing torch: `auto` takes one where the system has one that
-    is not hidden, and torch is built for it."""
+    """Whether the workers will use a GPU, found out without importing torch: `auto` uses one if the system has one that
+    is not hidden, and torch is built for GPUs."""
     if settings.runner != "torch" or settings.device == "cpu":
         return False
     if settings.device.startswith("cuda"):
@@ -292,8 +294,8 @@ def serves_on_gpu(settings: ServeSettings | WorkerSettings, devices: Path = Path
 
 
 def _gpus() -> tuple[str, str, str]:
-    """torch's version, that of its CUDA or "no", the number of GPUs: asked in a process that ends, since the driver
-    keeps what it has begun, and what only supervises has no use for it."""
+    """torch's version, its CUDA version or "no", and the number of GPUs. Asked in a child process, since the driver
+    keeps its resources until the process ends, and the supervisor does not need it. Raises CliError."""
     command = [sys.executable, "-P", "-c", _COUNT_GPUS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CUDA_TIMEOUT_S, check=True)
@@ -306,7 +308,7 @@ def _gpus() -> tuple[str, str, str]:
 
 
 def check_names(models: Sequence[str]) -> None:
-    """That no two are served by one name. Raises CliError."""
+    """Raises CliError if two models would be served by the same name."""
     from octavo.worker.loading.loaded import served_name
 
     taken: dict[str, str] = {}
@@ -321,7 +323,8 @@ def check_names(models: Sequence[str]) -> None:
 
 
 def _check_models(known: Sequence[str], settings: ServeSettings | WorkerSettings) -> None:
-    """Settings that go with each other, and with these models. Raises CliError, CheckpointError, CardError."""
+    """Check that settings go with each other, and with the models in `known`. Raises CliError, CheckpointError,
+    CardError."""
     check_numbers(settings)
     check_combinations(settings)
     check_names(settings.model)
@@ -330,14 +333,14 @@ def _check_models(known: Sequence[str], settings: ServeSettings | WorkerSettings
 
 
 def check_model(model: str, settings: ServeSettings | WorkerSettings) -> Path | None:
-    """Its folder where it is on this machine, None where the hub has it. Raises CheckpointError, CardError,
-    CliError."""
+    """Check a model. Returns its folder on this machine, or None if it is still to be downloaded. Raises
+    CheckpointError, CardError, CliError."""
     from octavo.model.checkpoint.source import look_for_checkpoint
     from octavo.worker.loading.model_card import describe
 
     _, checkpoint = split_model(model)
     folder = look_for_checkpoint(checkpoint, revision=settings.revision)
-    if folder is None:  # it is yet to be downloaded
+    if folder is None:  # still to be downloaded
         return None
     described = describe(folder)
     longest = settings.max_model_len or described.max_model_len
@@ -350,18 +353,18 @@ def check_model(model: str, settings: ServeSettings | WorkerSettings) -> Path | 
 
 
 def _check_cut(folder: Path | None, model: str, settings: ServeSettings | WorkerSettings) -> None:
-    """That each rank can have a whole part of the checkpoint. Raises CliError."""
+    """Raises CliError if the checkpoint cannot be divided among the ranks."""
     size = settings.tensor_parallel_size
     if size == 1 or folder is None:
         return
     command = [sys.executable, "-P", "-c", _CUT, str(folder), str(size), split_model(model)[1]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0 and done.stdout:  # else the worker has its own word for it
+    if done.returncode == 0 and done.stdout:  # any other failure is left for the worker to report
         raise usage(*json.loads(done.stdout))
 
 
 def too_few_blocks(num_blocks: int, block_size: int, longest: int) -> CliError:
-    """A pool that has no room for one request of the longest kind."""
+    """The error for a pool that has no room for one request of the maximum length."""
     wanted = -(-longest // block_size)
     return usage(
         "the KV pool is smaller than one request may be",
@@ -372,7 +375,7 @@ def too_few_blocks(num_blocks: int, block_size: int, longest: int) -> CliError:
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """Variables that look like ours and that nothing reads, each with advice."""
+    """Environment variables that look like ours but that nothing reads, each with advice."""
     found = []
     for name in sorted(environment):
         key = name.removeprefix(ENV_PREFIX).lower()
@@ -383,6 +386,6 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[tuple
 
 
 def warn_of_variables() -> None:
-    """A line on stderr for each of them."""
+    """Print a warning to stderr for each of `unknown_variables`."""
     for name, advice in unknown_variables():
         print(f"warning: {name} is no setting, so nothing reads it; {advice}", file=sys.stderr)  # noqa: T201

@@ -23,7 +23,7 @@ from octavo.v1 import model_pb2
 
 POLL_S = 0.1
 IMPATIENT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100), NO_PROXY)
-"""Options of a client that waits for a server of this host to start."""
+"""gRPC options for a client that waits for a server on this host to start."""
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -31,7 +31,7 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 async def wait_until_ready(
     address: str, plans: Sequence[ProcessPlan], *, metrics_host: str
 ) -> list[model_pb2.ModelInfo]:
-    """The models, as soon as every gateway answers and every worker is registered. Waits without end."""
+    """The served models, as soon as every gateway and front end answers and every worker is registered. No timeout."""
     num_workers = sum(each.role is Role.WORKER for each in plans)
     gateways = [each for each in plans if each.role is Role.GATEWAY]
     await _wait_until_serving(address)
@@ -41,7 +41,7 @@ async def wait_until_ready(
             pages = [join_address(metrics_host, each.metrics_port) for each in gateways if each.metrics_port]
             if sum(each.num_workers for each in models) >= num_workers and await _all_know(pages, num_workers):
                 break
-            await asyncio.sleep(5 * POLL_S)  # each of these calls is a line in the gateway's log
+            await asyncio.sleep(5 * POLL_S)  # less often, since the gateway logs each of these calls
     urls = [each.url for each in plans if each.url is not None]
     while not all([await asyncio.to_thread(answers_http, url) for url in urls]):  # noqa: ASYNC110  (another process)
         await asyncio.sleep(POLL_S)
@@ -49,7 +49,7 @@ async def wait_until_ready(
 
 
 async def _wait_until_serving(address: str) -> None:
-    """Until the health service says that requests are taken."""
+    """Wait until the health service reports SERVING."""
     request = health_pb2.HealthCheckRequest(service="octavo.v1.InferenceService")
     async with grpc.aio.insecure_channel(address, options=list(IMPATIENT)) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -62,7 +62,7 @@ async def _wait_until_serving(address: str) -> None:
 
 
 def answers_http(url: str) -> bool:
-    """Whether a front is there. It is one of ours, on this machine: nobody vouches for its certificate."""
+    """Whether an OpenAI front end answers. Its certificate is not verified, since it is ours, on this machine."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -73,13 +73,13 @@ def answers_http(url: str) -> bool:
 
 
 def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
-    """For pages of this host, whatever proxies the environment names."""
+    """For pages on this host; ignores proxies that the environment names."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
 
 
 def read_metrics(url: str) -> Samples:
-    """The samples of a /metrics page of this host by name; empty where it does not answer, or not to its end with such
-    a page: the process may end meanwhile, and another program have its port."""
+    """The samples of a /metrics page on this host, by name. Empty if there is no answer, or not a complete page of this
+    kind: the process may have ended, and another program may have taken its port."""
     samples: Samples = {}
     try:
         with _opener().open(url, timeout=2.0) as response:
@@ -100,7 +100,8 @@ async def _models(client: AsyncClient) -> list[model_pb2.ModelInfo]:
 
 
 async def _all_know(addresses: Sequence[str], num_workers: int) -> bool:
-    """Whether each of several gateways has all workers: on one port, a call cannot choose whom it asks."""
+    """Whether each of several gateways has all workers. Asks their /metrics, since a call to the port that they share
+    cannot choose its gateway."""
     if len(addresses) == 1:
         return True
     pages = await asyncio.gather(*(asyncio.to_thread(read_metrics, f"http://{each}/metrics") for each in addresses))
@@ -116,7 +117,7 @@ def service_summary(
     page: str | None,
     ready_after_s: float,
 ) -> ServiceSummary:
-    """What the box shows. page: address of the live page, as its gateway said."""
+    """What the summary shows. page: address of the live page, as its gateway reported it."""
     host = settings.metrics_host
     return ServiceSummary(
         address=address,
@@ -131,13 +132,13 @@ def service_summary(
 
 
 def _access(settings: ServeSettings) -> tuple[str, ...]:
-    """What callers have to show."""
+    """What callers need to get access, in words."""
     parts = [("TLS", settings.tls_cert_file), ("client certificate", settings.tls_client_ca_file)]
     return tuple(name for name, file in [*parts, ("API key", settings.api_keys_file)] if file is not None)
 
 
 def model_summaries(served: Sequence[model_pb2.ModelInfo], loaded: Sequence[dict[str, Any]]) -> list[ModelSummary]:
-    """Each served model, with what its workers said when they had loaded it."""
+    """A summary of each served model. loaded: fields of the "loaded" log lines of its workers."""
     return [_model_summary(info, [each for each in loaded if each.get("model") == info.name]) for info in served]
 
 

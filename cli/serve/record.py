@@ -1,7 +1,7 @@
-"""Which services run here: each `octavo serve` leaves a file in its user's run directory for as long as it lives.
+"""Which services run here: each `octavo serve` keeps a file in its user's run directory while it runs.
 
-The file says where its processes are, and is written anew when their number changes: what else changes `octavo ps` asks
-the processes themselves. It is kept there: who cleans up among temporary files takes it away.
+The file says where its processes are, and is rewritten when these change; `octavo ps` asks the processes themselves for
+everything else. It is also restored if a cleanup of temporary files removes it.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from octavo.cli.whole_file import write_whole
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir, ensure_run_dir
 
 FOLDER = "services"
-CLOCK_SLACK_S = 2.0  # a process that began at another time is another one with the same id
-LOOK_S = 5.0  # between two looks whether the file is there
+CLOCK_SLACK_S = 2.0  # a process whose start differs by more is another one with the same pid
+LOOK_S = 5.0  # between two checks that the file is there
 Fields = TypeVar("Fields")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
-    """One process: its name, what it is (gateway, worker, openai), a worker's model by the name that it is served by,
-    and its checkpoint as --model has it, where its /metrics are, the address of one that speaks HTTP to callers, the
-    file of its settings, which its command line names, and where callers reach a gateway of another host. Empty: none.
-    model_addresses: where callers of such a gateway who name no model mean one, by model. is_placed: on a host that
-    the cluster chooses. is_leaving: it is to end, and not to be started again."""
+    """One process; an empty text means none. role: gateway, worker or openai. model: a worker's model, by the name that
+    it is served by. checkpoint: as in --model. metrics: address of its /metrics. url: of a process that serves HTTP to
+    callers. settings_file: as on its command line. address: where callers reach a gateway on another host.
+    model_addresses: where requests to that gateway that name no model get a given one, by model. is_placed: the cluster
+    chooses its host. is_leaving: it is to end, and not to be restarted."""
 
     name: str
     role: str
@@ -53,8 +53,8 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRecord:
-    """One service. pid, started_s (seconds since 1970) and began_s (since the machine's start, which no setting of the
-    clock changes; 0: not known) are of its supervisor."""
+    """One service. pid, started_s (seconds since 1970) and began_s (seconds since boot, which setting the clock does
+    not change; 0: unknown) are the supervisor's."""
 
     pid: int
     started_s: float
@@ -65,13 +65,13 @@ class ServiceRecord:
 
     @property
     def uptime_s(self) -> float:
-        """Since it was started."""
+        """Seconds since it was started."""
         if self.began_s:
             return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.began_s)
         return max(0.0, time.time() - self.started_s)
 
     def child_pids(self) -> dict[str, int]:
-        """The processes that run now, by name."""
+        """The pids of its processes that run on this host now, by name."""
         files = {each.settings_file: each.name for each in self.processes}
         found: dict[str, int] = {}
         with contextlib.suppress(psutil.Error):
@@ -84,8 +84,8 @@ class ServiceRecord:
 def record_of(
     address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, board: Board
 ) -> ServiceRecord:
-    """Of the service that this process supervises, with its processes of this host and of others. board: where
-    callers reach gateways of other hosts now."""
+    """The record of the service that this process supervises, with its processes on this host and others. board: where
+    callers reach gateways on other hosts now."""
     elsewhere, of_models = board.addresses(), board.model_addresses()
     return ServiceRecord(
         pid=os.getpid(),
@@ -114,8 +114,8 @@ def record_of(
 
 
 class Listing:
-    """The file of a service that runs. Where it cannot be written the service runs without it, tells so and tries
-    again: only `octavo ps` and `octavo scale` look for it."""
+    """The file of a running service. If it cannot be written, the service goes on without it, reports that and tries
+    again: only `octavo ps` and `octavo scale` read it."""
 
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
@@ -124,19 +124,19 @@ class Listing:
         self._told = ""
 
     def put(self, record: ServiceRecord) -> None:
-        """What there is now."""
+        """Write the current record."""
         self._text = json.dumps(asdict(record))
         self._write()
 
     async def keep(self) -> None:
-        """Write it again where it is not there as it should be, for ever."""
+        """Rewrite the file whenever it is missing or differs, forever."""
         while True:
             await asyncio.sleep(LOOK_S)
             if not self._is_there():
                 self._write()
 
     def remove(self) -> None:
-        """The service has ended."""
+        """Remove the file: the service has ended."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 
@@ -157,15 +157,15 @@ class Listing:
                 self._told = ""
 
     def _tell(self, text: str) -> None:
-        """Once, however often it is tried."""
+        """Report this once, however often it recurs."""
         if text != self._told:
             self._told = text
             self._notice(text)
 
 
 def running_services() -> list[ServiceRecord]:
-    """Those of this user, the oldest first. What a killed supervisor left is taken away. Raises RunDirError where the
-    folder is not this user's alone."""
+    """The services of this user, the oldest first. Removes files left by killed supervisors. Raises RunDirError if the
+    folder is not accessible to this user alone."""
     folder = default_run_dir() / FOLDER
     if not folder.exists():
         return []
@@ -182,7 +182,7 @@ def running_services() -> list[ServiceRecord]:
 
 
 def _read(file: Path) -> ServiceRecord | None:
-    """None for what is no such file. One of a later version may say more, which is passed over."""
+    """The record in a file; None if it holds none. Unknown fields, as of a later version, are ignored."""
     try:
         given = json.loads(file.read_text())
         processes = tuple(_known(ProcessRecord, each) for each in given.pop("processes"))
@@ -197,7 +197,8 @@ def _known(kind: type[Fields], given: Mapping[str, Any]) -> Fields:
 
 
 def _may_run(file: Path) -> bool:
-    """Whether somebody has the id that the file is named after: another version may write what nobody here reads."""
+    """Whether the pid that names the file exists: a running service of another version may have written a file that
+    this one cannot read."""
     return file.stem.isascii() and file.stem.isdigit() and psutil.pid_exists(int(file.stem))
 
 
@@ -209,7 +210,7 @@ def _created_s() -> float:
 
 
 def _began_s(pid: int) -> float:
-    """Seconds from the machine's start to the process's; 0 where the system does not show it."""
+    """Seconds from boot to the start of the process; 0 if the system does not tell."""
     try:
         ticks = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]  # proc(5): starttime
     except OSError:

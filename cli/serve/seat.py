@@ -1,8 +1,8 @@
-"""Where a process of the service runs on a cluster: an actor there, which starts `octavo worker` or `octavo gateway`
-and tells what becomes of it.
+"""The actor that runs a process of the service on a cluster's host: it starts `octavo worker` or `octavo gateway` and
+reports its output and end.
 
-It decides nothing: it runs one life of the process at a time, as its supervisor asks. The process dies with it. Must
-not import Ray, which makes an actor of the class.
+It decides nothing: it starts the process each time its supervisor asks. The process dies with it. Must not import Ray,
+which makes an actor of the class.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from octavo.cli.serve.ports import free_port, is_free
 from octavo.cli.whole_file import write_whole
 from octavo.wire.run_dir import temporary_folder
 
-NEWS_S = 10.0  # a question without news is answered after that, so that a lost actor is noticed
+NEWS_S = 10.0  # `follow` returns after that even without news, so that a lost actor is noticed
 
 
 def version_here() -> str:
-    """Of this installation."""
+    """The version of Octavo installed here."""
     try:
         return metadata.version("octavo")
     except metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def version_here() -> str:
 
 
 class Seat:
-    """One process of the service, one life after the other."""
+    """One process of the service. A life is one run of it, from start to exit."""
 
     def __init__(self) -> None:
         self._life = 0
@@ -48,9 +48,9 @@ class Seat:
     async def draw(
         self, towards: str, wanted: Sequence[tuple[str, int]], taken: Sequence[int], version: str
     ) -> tuple[str, list[int]]:
-        """This host's address on the way to another, and a port for each (address to listen at, or empty for that
-        one; port): that port where it is free, else any. taken: ports that are not to be had. Raises ValueError where
-        this host has another version."""
+        """This host's address on the route to `towards`, and a port for each pair in `wanted`. wanted: (address to
+        listen on, or empty for this host's; port to use if it is free, else any). taken: ports not to use. Raises
+        ValueError if this host has another version."""
         _check(version)
         address = _address_towards(towards)
         drawn: list[int] = []
@@ -71,8 +71,9 @@ class Seat:
         passed_on: Mapping[str, str],
         version: str,
     ) -> str:
-        """Start a life, once however often it is asked for; the host's name. role: the command. files: as `write` takes
-        them. passed_on: of the supervisor's environment. Raises ValueError where this host has another version."""
+        """Start a life; a repeated call for the same one does nothing. Returns the host's name. role: the command.
+        files: the arguments of `write`. passed_on: variables of the supervisor's environment. Raises ValueError if this
+        host has another version."""
         _check(version)
         if life != self._life:
             self._life, self._lines, self._num_taken, self._code = life, [], 0, None
@@ -81,8 +82,8 @@ class Seat:
         return socket.gethostname()
 
     async def write(self, number: int, files: Mapping[str, str]) -> None:
-        """Settings whose value is a file, with its text; the process sees the change. number: grows with each change,
-        so that what comes late undoes nothing. Raises OSError, and may be asked again then."""
+        """Replace the files that settings name. files: content by setting; the running process sees the change. number:
+        grows with each change, so that a late call undoes nothing. Raises OSError; the call may be repeated then."""
         if number <= self._files_number:
             return
         changed = {setting: text for setting, text in files.items() if self._files.get(setting) != text}
@@ -93,8 +94,8 @@ class Seat:
         self._files_number = number
 
     async def follow(self, num_seen: int) -> tuple[list[str], int | None]:
-        """Lines after so many of this life, and its exit code once it has ended and all lines are told. Waits for news,
-        but not for ever."""
+        """The lines of this life after the first num_seen, and its exit code once it has ended, else None. Waits for
+        news for up to NEWS_S."""
         del self._lines[: max(0, num_seen - self._num_taken)]
         self._num_taken = max(num_seen, self._num_taken)
         if not self._lines and self._code is None:
@@ -107,14 +108,14 @@ class Seat:
         return list(self._lines), self._code
 
     async def terminate(self) -> None:
-        """SIGTERM to the process."""
+        """Send SIGTERM to the process."""
         self._is_leaving = True
         if self._child is not None:
             self._child.terminate()
 
     async def _run(self, role: str, name: str, settings: Mapping[str, Any], passed_on: Mapping[str, str]) -> None:
         try:
-            with temporary_folder("octavo-seat-") as folder:  # also removes those of actors that were killed
+            with temporary_folder("octavo-seat-") as folder:  # also removes folders left by killed actors
                 own = dict(settings) | {"run_dir": str(folder)}
                 self._folder = folder
                 for setting, text in self._files.items():
@@ -143,7 +144,7 @@ def _check(version: str) -> None:
 
 
 def _address_towards(host: str) -> str:
-    """Ours; sends nothing."""
+    """This host's address on the route to `host`; sends no packets."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))

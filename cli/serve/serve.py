@@ -1,4 +1,4 @@
-"""`octavo serve`: one host's service, from settings to the last process."""
+"""`octavo serve`: one host's service, from settings until the last process has ended."""
 
 import asyncio
 import contextlib
@@ -64,13 +64,15 @@ if TYPE_CHECKING:
     from octavo.cli.serve.fleet import Fleet
 
 TURNS_TO_BEGIN = 2
-"""Of the loop, until every process has been started: one for the service's task, one for each process's own."""
+"""Iterations of the event loop until every process is being started: one for the service's task, one for each
+process's own."""
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serve until a signal ends it. Exit code 0, or 1 where the service could not start or go on.
+    """Serve until a signal ends it. Returns 0.
 
-    Raises CliError, AccessFileError, CheckpointError, CardError for what is wrong before anything was started.
+    Raises CliError, AccessFileError, CheckpointError, CardError if something is wrong before anything was started;
+    CliError if the service could not start or go on.
     """
     warn_of_variables()
     check_front(settings)
@@ -87,15 +89,15 @@ def serve(settings: ServeSettings) -> int:
     gateways_why, on_gpu = "", bool(settings.cluster) or serves_on_gpu(settings)
     if (
         settings.gateways is None and not settings.cluster and not settings.control_endpoint
-    ):  # who else names each of ours
+    ):  # with a control endpoint, gateways on other hosts list each of ours
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=on_gpu)
     if divides_threads := not on_gpu and settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
         settings = with_threads(settings, usable_cores())
     require_threads(threads_of_service(settings, on_gpu=on_gpu))
-    if not settings.registration_token:  # only workers that were started here may register
+    if not settings.registration_token:  # draw one, so that only workers of this service can register
         check_model_ports(settings.model_port, settings.model)
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
-    if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
+    if settings.guards_its_door and not settings.prefix_salt_secret:  # the same for all gateways
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
@@ -128,20 +130,20 @@ def serve(settings: ServeSettings) -> int:
 def _policy(settings: ServeSettings) -> "AutoscalePolicy | None":
     if not settings.autoscale:
         return None
-    from octavo.cli.serve.autoscale import policy_of  # messages of the load: only where they are read
+    from octavo.cli.serve.autoscale import policy_of  # imports messages of the load, which nothing else here needs
 
     return policy_of(settings)
 
 
 def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> tuple[ServeSettings, str]:
-    """The settings with a number of gateways, and what the summary says of it."""
+    """The settings with a number of gateways, and its explanation for the summary."""
     number = choose_gateways(num_cores, num_workers=settings.workers * len(settings.model), on_gpu=on_gpu)
     where = f"beside a GPU with {num_cores} cores" if on_gpu else f"since the model computes on the {num_cores} cores"
     return settings.model_copy(update={"gateways": number}), f"{number}, {where} (--gateways)"
 
 
 class Site(Protocol):
-    """Where workers run. links: where they dial the gateways. board: where gateways of other hosts are."""
+    """Where workers run. links: where they connect to the gateways. board: where gateways on other hosts are."""
 
     @property
     def links(self) -> GatewayLinks: ...
@@ -150,10 +152,10 @@ class Site(Protocol):
     def board(self) -> Board: ...
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
-        """The process of a worker, or of one that is placed."""
+        """The process of a worker, or of a gateway whose host the cluster chooses."""
 
     def room(self, num_workers: int, num_gateways: int) -> str | None:
-        """Why there is no room for so many workers in all, and gateways on other hosts; None where there is, or may
+        """Why there is no room for that many workers in total and gateways on other hosts; None if there is, or may
         be."""
 
 
@@ -182,7 +184,7 @@ def _site(settings: ServeSettings, run_dir: Path) -> Iterator[Site]:
     if not settings.cluster:
         yield _Here(local_links(settings, run_dir), settings)
         return
-    from octavo.cli.serve.cluster import joined  # Ray: only where it is wanted
+    from octavo.cli.serve.cluster import joined  # imports Ray
 
     with joined(settings, run_dir) as site:
         yield site
@@ -203,7 +205,7 @@ class _Layout:
 
 
 def local_child(plan: ProcessPlan, on_line: OnLine) -> Child:
-    """A process of this host, with its settings as a file in the run directory."""
+    """A process on this host; writes its settings to a file in the run directory."""
     file = write_settings(plan.settings, Path(plan.settings["run_dir"]) / f"{plan.name}.toml")
     return Child(plan.name, command_line(plan.role.value, file), environment() | dict(plan.variables), on_line)
 
@@ -225,7 +227,7 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
         return kept(plan_placed_gateway(settings, n, run_dir=layout.run_dir, port=layout.port))
 
     def on_change() -> None:
-        """The processes of the service are others now, or elsewhere."""
+        """The set of processes, or their places, have changed."""
         host = settings.metrics_host
         listing.put(record_of(layout.address, layout.run_dir, service.processes, metrics_host=host, board=site.board))
 
@@ -241,7 +243,7 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
     async with service.running() as running:
         for _ in range(TURNS_TO_BEGIN):
             await asyncio.sleep(0)
-        from octavo.cli.serve.fleet import Fleet, dividing, listening  # while workers import what takes them longest
+        from octavo.cli.serve.fleet import Fleet, dividing, listening  # meanwhile workers do their long imports
 
         policy = _policy(settings)
         fleet = Fleet(
@@ -273,7 +275,7 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
 
 
 def _failure(service: Service, view: StartupView) -> CliError:
-    """Why the service could not go on: what the process that was given up said of it, where it did."""
+    """Why the service could not go on: what the process that failed reported, if it reported anything."""
     said = view.refused.get(service.failed)
     if said is None:
         return CliError("the service could not go on", str(service.failure), "the lines above say why")
@@ -283,7 +285,7 @@ def _failure(service: Service, view: StartupView) -> CliError:
 async def _autoscale(
     announcer: asyncio.Task[None], fleet: "Fleet", policy: "AutoscalePolicy", addresses: Sequence[str], notice: Notice
 ) -> None:
-    """Once the service is ready."""
+    """Follow the load once the service is ready."""
     from octavo.cli.serve.fleet import follow_load
 
     await asyncio.wait([announcer])
@@ -295,7 +297,8 @@ async def _autoscale(
 
 
 def _later_worker(layout: _Layout, n: int, model: str) -> ProcessPlan:
-    """One that joins a service that runs: its metrics are on their own port where that is free, else on another."""
+    """A worker that joins a running service. Its metrics are on the usual port for its number if that is free, else on
+    another."""
     settings = layout.settings
     port = settings.worker_metrics_port and settings.worker_metrics_port + n
     if not settings.cluster:
@@ -308,7 +311,7 @@ def _later_worker(layout: _Layout, n: int, model: str) -> ProcessPlan:
 
 
 async def _announce(layout: _Layout, started_s: float, service: Service, view: StartupView, fleet: "Fleet") -> None:
-    """Print the summary once the service answers; end the service where that takes too long."""
+    """Print the summary once the service answers; end the service if that takes too long."""
     from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
 
     settings, plans, address = layout.settings, layout.plans, layout.address
@@ -338,21 +341,22 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
 
 
 def _status_at(plans: Sequence[ProcessPlan]) -> list[str]:
-    """Where gateways that guard their door, or tell an autoscaler, are asked; none where their port tells."""
+    """The status sockets of gateways; empty if their port answers without credentials and nothing scales with the
+    load."""
     return [f"unix:{each.status_socket.absolute()}" for each in plans if each.status_socket is not None]
 
 
 def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
-    """A summary that could not be made is told; the service goes on."""
+    """Report it if the summary could not be made; the service goes on."""
     if not announcer.cancelled() and (error := announcer.exception()) is not None:
         notice(f"no summary: {type(error).__name__}: {error}")
 
 
 def choose_ports(settings: ServeSettings) -> list[int]:
-    """A metrics port for each process, 0 for one of another host that draws its own; raises CliError naming the flag
-    of one that is busy, or of an address that is not this host's.
+    """A metrics port for each process. A worker on a cluster keeps its configured port, or 0. Raises CliError if two
+    listeners want one port, a port is busy, or an address is not this host's; the last two name the flag.
 
-    The ports that were asked for come first: one that the system chooses is none of them.
+    Ports that the system chooses differ from all ports that were asked for.
     """
     chosen = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
     chosen += [(settings.openai_host, settings.openai, "openai")]

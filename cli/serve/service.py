@@ -2,8 +2,8 @@
 
     starting → serving → draining → stopped        first signal: drain, second: stop, third: kill
 
-The shell around `cli.serve.supervisor`: it starts, signals and waits, and reads the clock; it decides nothing about
-restarts.
+It starts and signals processes, waits for them and reads the clock; decisions about restarts are
+`cli.serve.supervisor`'s.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Notice = Callable[[str], None]
 
 
 class Stage(IntEnum):
-    """Where the service stands; it only goes up."""
+    """The stage of the service; it only advances."""
 
     RUNNING = 0
     DRAINING = 1
@@ -34,7 +34,7 @@ class Stage(IntEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kept:
-    """One process that is kept alive, with its history. is_leaving: it is to end, and not to be started again."""
+    """One process that is kept alive, with its history. is_leaving: it is to end, and not to be restarted."""
 
     plan: ProcessPlan
     child: Keepable
@@ -43,8 +43,8 @@ class Kept:
 
 
 class Service:
-    """All processes of one service. `notice(text)` gets what people must know, a line each. on_change: one has joined,
-    is to leave or has left."""
+    """All processes of one service. notice: called with each line that users should see. on_change: called when a
+    process has joined, is to leave or has left."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Service:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: str | None = None
-        self.failed = ""  # the process that was given up
+        self.failed = ""  # name of the process that was given up
         self._kept = list(kept)
         self._keepers: dict[asyncio.Task[None], Kept] = {}
         self._drain_grace_s = drain_grace_s
@@ -67,13 +67,14 @@ class Service:
 
     @property
     def processes(self) -> tuple[Kept, ...]:
-        """All of them, those that are leaving too."""
+        """All of them, including those that are leaving."""
         return tuple(self._kept)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[int]]:
-        """`run` as a task, which has ended when this has: what fails beside it ends the processes in order. A start of
-        one that is cancelled instead, as the end of the event loop does, may never return (CPython 3.11)."""
+        """`run` as a task, which has ended when the context exits: if the body fails, the processes are killed first.
+        If the event loop cancelled the task instead, a process start that it interrupts might never return (CPython
+        3.11)."""
         task = asyncio.create_task(self.run())
         try:
             yield task
@@ -83,8 +84,8 @@ class Service:
                 await asyncio.wait([task])
 
     async def run(self) -> int:
-        """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""
-        for each in sorted(self._kept, key=lambda kept: kept.plan.role is not Role.WORKER):  # they take longest
+        """Start everything, and return when everything has ended: 0 if it was asked to, 1 if it could not go on."""
+        for each in sorted(self._kept, key=lambda kept: kept.plan.role is not Role.WORKER):  # workers take longest
             self._start(each)
         roles = {each.plan.role for each in self._kept}
         try:
@@ -94,7 +95,7 @@ class Service:
                 for task in [task for task in self._keepers if task.done()]:
                     self._kept.remove(self._keepers.pop(task))
                     self._on_change()
-                    if not task.cancelled():  # `retire` does so to one that waits for its next start
+                    if not task.cancelled():  # `retire` cancels it if the process waits for its next start
                         task.result()
             self.advance(Stage.STOPPING if self.failure else Stage.DRAINING)  # what never served has nothing to finish
             await self._end()
@@ -105,20 +106,21 @@ class Service:
         return 1 if self.failure else 0
 
     def _can_go_on(self, roles: set[Role]) -> bool:
-        """Nobody asked it to end, nothing was given up, and there is one of each kind."""
+        """Whether no one asked it to end, no process was given up, and there is at least one process of each role."""
         if self.stage is not Stage.RUNNING or self.failure:
             return False
         return {each.plan.role for each in self._keepers.values()} == roles
 
     def add(self, kept: Kept) -> None:
-        """Start one more, while the service runs. Others serve already: where this one cannot, it is tried again."""
+        """Start one more process while the service runs. If it fails to start it is retried, since others serve
+        already."""
         kept.lifetimes.on_ready()
         self._kept.append(kept)
         self._start(kept)
         self._on_change()
 
     def retire(self, kept: Kept) -> None:
-        """Let one finish what it has and end; it is not started again. Returns at once."""
+        """Let a process finish its requests and end; it is not restarted. Returns at once."""
         kept.is_leaving = True
         if not kept.child.is_running:  # it waits for its next start
             self._keeper_of(kept).cancel()
@@ -137,11 +139,11 @@ class Service:
         return next(task for task, each in self._keepers.items() if each is kept)
 
     def on_signal(self) -> None:
-        """Ctrl-C or SIGTERM: one stage further."""
+        """Ctrl-C or SIGTERM: advance by one stage."""
         self.advance(Stage(min(self.stage + 1, Stage.KILLING)))
 
     def advance(self, stage: Stage) -> None:
-        """Go to a later stage; an earlier one changes nothing."""
+        """Advance to a later stage; no-op for an earlier one."""
         if stage > self.stage:
             self.stage = stage
             self._woken.set()
@@ -175,8 +177,8 @@ class Service:
                     await self._sleep(delay_s)
 
     async def _run(self, kept: Kept) -> int:
-        """Its exit code. What serves must not end because this host has, for a moment, no room for one process more;
-        at a start that is told, and ends it. Raises OSError."""
+        """Run the process; returns its exit code. Raises OSError if it cannot be started and has never served. If it
+        has, returns EXIT_NOT_STARTED: a service must survive a moment in which its host cannot start a process."""
         try:
             return await kept.child.run()
         except OSError as error:
@@ -186,7 +188,7 @@ class Service:
             return EXIT_NOT_STARTED
 
     async def _end(self) -> None:
-        """Fronts and gateways first, while the workers finish their requests; then these; then what is left."""
+        """End front ends and gateways first, while the workers finish their requests; then workers; then the rest."""
         gateways = [each.child for each in self._kept if each.plan.role is not Role.WORKER]
         workers = [each.child for each in self._kept if each.plan.role is Role.WORKER]
         if self.stage is Stage.DRAINING:
@@ -197,7 +199,7 @@ class Service:
             await self._terminate([*gateways, *workers], timeout_s=STOP_TIMEOUT_S, until=Stage.KILLING)
 
     async def _terminate(self, children: Sequence[Keepable], *, timeout_s: float, until: Stage) -> None:
-        """SIGTERM, then wait until all have ended, the time is over, or the service is at stage `until`."""
+        """Send SIGTERM and wait until all have ended, the time is up, or the service has reached stage `until`."""
         deadline_s = time.monotonic() + timeout_s
         for child in children:
             child.terminate()
@@ -207,7 +209,7 @@ class Service:
             await asyncio.sleep(0.02)
 
     async def _sleep(self, delay_s: float) -> None:
-        """Until the time is over or the stage changes."""
+        """Sleep until the time is up or the stage changes."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._woken.wait()

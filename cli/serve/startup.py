@@ -1,6 +1,6 @@
-"""Shows a start: reads the processes' log lines and draws a row for each process on a terminal, plain lines elsewhere.
+"""Shows startup progress from the processes' log lines: a row for each process on a terminal, else plain lines.
 
-Fed with the lines that the processes write; must not know how they are started.
+Must not know how processes are started.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _SEVERITY = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """A structured line: its event and fields. A line that is no JSON has the level "" and is all event."""
+    """A log line: its event and fields. For a line that is not JSON, event is the whole line and level is ""."""
 
     event: str
     level: str = ""
@@ -40,12 +40,12 @@ class LogLine:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def is_at_least(self, level: str) -> bool:
-        """Whether it is as severe as that; what is no log line at all always is."""
+        """Whether it is at least that severe; a line that is not JSON always is."""
         return _SEVERITY.get(self.level, 50) >= _SEVERITY[level]
 
 
 def parse_line(raw: str) -> LogLine:
-    """The line as written by structlog's JSON renderer, or plain text."""
+    """Parse a line that structlog's JSON renderer wrote, or plain text."""
     if raw.startswith("{"):
         try:
             fields = json.loads(raw)
@@ -73,14 +73,14 @@ def render_line(name: str, line: LogLine) -> Text:
 
 
 class LineStyle(Enum):
-    """Whom log lines are for."""
+    """Who reads the log lines."""
 
     PEOPLE = "people"
     PROGRAMS = "programs"
 
     @classmethod
     def of(cls, log_format: str, console: Console) -> "LineStyle":
-        """auto looks whether the console is a terminal."""
+        """log_format "auto" means people on a terminal, else programs."""
         if log_format == "auto":
             return cls.PEOPLE if console.is_terminal else cls.PROGRAMS
         return cls.PROGRAMS if log_format == "json" else cls.PEOPLE
@@ -88,11 +88,12 @@ class LineStyle(Enum):
 
 @contextlib.contextmanager
 def stderr_in_a_thread() -> Iterator[Callable[[str], object]]:
-    """Takes lines without waiting for who reads them: one that has stopped (Ctrl-S, a pager) must stop neither the
-    supervisor nor, by their pipes, its processes. A file of its own, since who waits in sys.stderr locks it."""
+    """Yields a function that writes a line to stderr without waiting for the reader: one that has stopped (Ctrl-S, a
+    pager) must block neither the supervisor nor, through their pipes, its processes. Uses its own file object, since a
+    thread blocked in sys.stderr would hold its lock."""
     try:
         stream: TextIO = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding=sys.stderr.encoding, errors="replace")
-    except (OSError, ValueError):  # in place of it there is something that is no file
+    except (OSError, ValueError):  # sys.stderr was replaced by an object that is not a file
         stream = sys.stderr
     writer = LogWriter(stream)
     try:
@@ -102,14 +103,14 @@ def stderr_in_a_thread() -> Iterator[Callable[[str], object]]:
 
 
 class StartupView:
-    """Shows where each process stands until the service is ready; after that its lines as they come.
+    """Shows the progress of each process until the service is ready; after that, log lines as they come.
 
-    Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. For programs (log
-    format json, or no terminal) lines pass through unchanged; for people without a terminal what is counted is told in
-    plain lines, one every two seconds. loaded: what each worker said of its model, by worker. page: address of the live
-    page, as its gateway said; None for none. open: processes that listen, and the workers that each has met. refused:
-    why a process could not start, in its own words; before the service is ready that ends it, and is told then. write:
-    takes a line where there are no bars; unset: it is written at once.
+    Log lines and bars go to stderr. While there are bars, only warnings and worse are shown besides. For programs (log
+    format json, or no terminal) lines pass through unchanged; for people without a terminal, progress is shown as plain
+    lines, one every two seconds. loaded: fields of each worker's "loaded" line, by worker. page: address of the live
+    page, as its gateway reported it; None if there is none. open: processes that listen, each with the ids of workers
+    that registered there. refused: errors of processes that could not start before the service was ready, by process;
+    the service ends and reports them. write: takes a line if there are no bars; None: it is written at once.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class StartupView:
         self._bars = Bars(console, {each.name: each.label for each in plans}) if is_watched else None
 
     def on_line(self, name: str, raw: str) -> None:
-        """A process wrote a line."""
+        """Handle a line that a process wrote."""
         line = parse_line(raw)
         if line.event == "loaded":
             self.loaded[name] = line.fields
@@ -149,7 +150,7 @@ class StartupView:
             return
         step = _step(line)
         if self._bars is not None and step is not None:
-            with contextlib.suppress(OSError):  # as below
+            with contextlib.suppress(OSError):  # see `_show`
                 self._bars.show(name, step)
         if line.is_at_least("warning" if self._bars is not None else self._level):
             if step is not None and step.done is not None and self._style is LineStyle.PEOPLE:
@@ -158,19 +159,20 @@ class StartupView:
                 self._show(name, raw, line)
 
     async def gateways_are_open(self, plans: Sequence[ProcessPlan]) -> None:
-        """Wait until those of other hosts, which are not asked, have said that they listen and have met all workers."""
+        """Wait until the gateways on other hosts, which are not asked, have logged that they listen and that all
+        workers have registered."""
         num_workers = sum(each.role is Role.WORKER for each in plans)
         placed = [each.name for each in plans if each.role is Role.GATEWAY and each.is_placed]
         while any(len(self.open.get(name, ())) < num_workers for name in placed):  # noqa: ASYNC110  (lines of others)
             await asyncio.sleep(POLL_S)
 
     def notice(self, text: str) -> None:
-        """A line of the supervisor itself."""
+        """Show a line of the supervisor itself."""
         raw = json.dumps({"event": text, "level": "info", "process": SUPERVISOR})
         self._show(SUPERVISOR, raw, LogLine(event=text, level="info"))
 
     def _show(self, name: str, raw: str, line: LogLine) -> None:
-        # A full disk or a reader that went away must not stop the processes, which would block on their own pipes.
+        # A full disk or a reader that is gone must not stop the processes, which would block on their own pipes.
         with contextlib.suppress(OSError):
             if self._style is LineStyle.PROGRAMS:
                 (self._write or partial(write_line, sys.stderr))(raw)
@@ -187,19 +189,19 @@ class StartupView:
             self._show(name, "", LogLine(event=text, level=line.level, time=line.time))
 
     def on_ready(self) -> None:
-        """The service answers: no more bars."""
+        """The service is ready: remove the bars."""
         self._is_ready = True
         self.close()
 
     def close(self) -> None:
-        """Take the bars away. Idempotent."""
+        """Remove the bars. Idempotent."""
         if self._bars is not None:
             self._bars.close()
             self._bars = None
 
 
 def _step(line: LogLine) -> Step | None:
-    """Where a process stands by this line; None for what tells nothing of that, as a warning."""
+    """The progress that a line reports; None if it reports none, as with a warning."""
     if line.level not in ("info", "debug"):
         return None
     done, total = (line.fields.get(name) for name in ("done", "total"))

@@ -1,4 +1,4 @@
-"""The box at the end of a start: where everything is, what is served, and a line to copy."""
+"""The summary shown once the service is ready: where everything is, what is served, and a command to copy."""
 
 import sys
 from collections.abc import Sequence
@@ -14,9 +14,8 @@ EXAMPLE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """One served model; counts are of all its workers together. products: how its matrices are multiplied, as its
-    workers say; empty where there is nothing to say. num_host_blocks, host_bytes: of one worker. notes: what its
-    workers warned of."""
+    """One served model; counts are over all its workers. products: how its matrices are multiplied, as reported by its
+    workers; may be empty. num_host_blocks, host_bytes: of one worker. notes: warnings of its workers."""
 
     name: str
     device: str
@@ -32,24 +31,24 @@ class ModelSummary:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV pools hold."""
+        """Tokens that fit into the KV pools."""
         return self.num_blocks * self.block_size
 
     @property
     def num_requests(self) -> int:
-        """How many requests of 4,096 tokens, or of the longest that the model takes, fit at once."""
+        """How many requests of `example_tokens` tokens fit at once."""
         return self.num_blocks // -(-self.example_tokens // self.block_size)
 
     @property
     def example_tokens(self) -> int:
-        """The length that `num_requests` counts."""
+        """The length of a request that `num_requests` assumes."""
         return min(EXAMPLE_TOKENS, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSummary:
-    """A service that is ready. gateways: how many there are and why, where nobody asked for a number. elsewhere: name
-    and address of those on other hosts."""
+    """A service that is ready. gateways: how many there are and why, if the number was chosen automatically. elsewhere:
+    name and address of gateways on other hosts."""
 
     address: str
     admin_address: str | None
@@ -73,7 +72,7 @@ class ServiceSummary:
 
 
 def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
-    """Label and text of each line."""
+    """(label, text) of each line."""
     rows = [("gRPC", summary.address), *(("gRPC", f"{address}  ({name})") for name, address in summary.elsewhere)]
     rows += [("OpenAI", summary.openai_url)] if summary.openai_url else []
     rows += [("admin", summary.admin_address)] if summary.admin_address else []
@@ -95,7 +94,7 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
 
 
 def _host(model: ModelSummary) -> str:
-    """Per worker."""
+    """Host memory for blocks, per worker."""
     tokens = model.num_host_blocks * model.block_size
     return f"{model.host_bytes / (1 << 30):.2f} GiB for {tokens:,} tokens more, behind the KV pool"
 
@@ -108,7 +107,7 @@ def _room(model: ModelSummary) -> str:
 
 
 def boxed(summary: ServiceSummary) -> RenderableType:
-    """For a terminal."""
+    """The summary for a terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")
@@ -119,13 +118,13 @@ def boxed(summary: ServiceSummary) -> RenderableType:
 
 
 def plain(summary: ServiceSummary) -> str:
-    """For a file or a pipe: one line each."""
+    """The summary for a file or a pipe, one line for each row."""
     rows = [f"  {label + ':':<10}{text}" for label, text in summary_rows(summary)]
     return "\n".join([f"Octavo is ready after {summary.ready_after_s:.1f} s", *rows])
 
 
 def show_summary(summary: ServiceSummary) -> None:
-    """To stdout: a box on a terminal, plain lines elsewhere."""
+    """Print it to stdout: a box on a terminal, else plain lines."""
     if sys.stdout.isatty():
         Console().print(boxed(summary))
     else:

@@ -1,6 +1,6 @@
-"""Decides when to start a process again, and when to give up. Pure: exits with their times in, decisions out.
+"""Decides when to restart a process, and when to give up. Pure: takes exits and their times, returns decisions.
 
-Must not know processes, signals or clocks; `cli.serve.children` does what is decided here.
+Must not know processes, signals or clocks; `cli.serve.service` carries the decisions out.
 """
 
 import signal
@@ -11,40 +11,40 @@ from octavo.cli.serve.parent import EXIT_DRAINED, EXIT_NO_PLACE, EXIT_NOT_STARTE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Times in seconds. A death within fast_death_s of the start counts as fast, and the wait before the next start
-    doubles with each of them in a row. What has served once is never given up: a caller that can make a worker die, by
-    a request or from outside, must not be able to end the service by doing it again."""
+    """Times in seconds. A death within fast_death_s of the start counts as fast, and each consecutive one doubles the
+    wait before the next start. A process that has served once is never given up: otherwise whoever can make a worker
+    die, by a request or from outside, could end the service by repeating it."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 15.0
     fast_death_s: float = 30.0
 
     def delay_s(self, num_fast_deaths: int) -> float:
-        """The wait before the next start. None of them was fast: the shortest."""
+        """The wait before the next start; the shortest for no fast deaths."""
         return min(self.max_delay_s, self.first_delay_s * 2.0 ** max(0, num_fast_deaths - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Start it again after this wait."""
+    """Restart it after this wait."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """Do not start it again."""
+    """Do not restart it."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An operator drained the service: it stays away."""
+    """An operator drained the process; do not restart it."""
 
 
 Decision = Restart | GiveUp | Left
-_NO_FAULT = frozenset({0, -signal.SIGTERM, -signal.SIGINT, EXIT_PLACE_LOST})  # SIGINT where it had no handler yet
+_NO_FAULT = frozenset({0, -signal.SIGTERM, -signal.SIGINT, EXIT_PLACE_LOST})  # SIGINT: before its handler was set
 _IN_WORDS = {
     EXIT_PLACE_LOST: "lost its host, or its actor there",
     EXIT_NO_PLACE: "found no host of the cluster with room for it",
@@ -54,7 +54,7 @@ _IN_WORDS = {
 
 @dataclass(slots=True, kw_only=True)
 class Lifetimes:
-    """The lives of one process, and what its deaths led to."""
+    """The history of one process's starts and exits."""
 
     name: str
     policy: RestartPolicy
@@ -67,14 +67,14 @@ class Lifetimes:
         self._started_s = now_s
 
     def on_ready(self) -> None:
-        """It serves. A process that dies before that, at its very first start, is not tried again: what is wrong then
-        is a setting or the checkpoint."""
+        """It serves. A process that fails before it has ever served is not restarted: a setting or the checkpoint must
+        be wrong then."""
         self.was_ready = True
 
     def on_exit(self, code: int, now_s: float) -> Decision:
-        """It ended. code as subprocess has it: negative is a signal. The supervisor's own drain is not told here: so
-        one that was asked to end was asked from outside (a SIGTERM), and is started again; only AdminService.Drain,
-        which reaches every gateway, is as final as our own."""
+        """It ended. code: as subprocess gives it, negative for a signal. Not called during the supervisor's own drain,
+        so a process that was asked to end was asked from outside (a SIGTERM), and is restarted. Only
+        AdminService.Drain, which reaches every gateway, is as final as our own drain."""
         if code == EXIT_DRAINED:
             return Left()
         if not self.was_ready and code not in _NO_FAULT:
