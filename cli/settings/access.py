@@ -1,4 +1,4 @@
-"""Settings of access: who may call a gateway, and how clients show who they are."""
+"""Access settings: who may call a gateway, and how clients authenticate."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,7 +9,7 @@ PANEL = "Access"
 
 
 class AccessSettings(Settings):
-    """Who may call; what `octavo gateway` and `octavo serve` share."""
+    """Who may call; shared by `octavo gateway` and `octavo serve`."""
 
     tls_cert_file: Path | None = setting(
         None, "Certificate chain of the gateway (PEM); with it every listener speaks TLS", panel=PANEL
@@ -45,12 +45,12 @@ class AccessSettings(Settings):
 
     @property
     def guards_its_door(self) -> bool:
-        """Whether plain calls without a key may be refused."""
+        """Whether calls without TLS or without an API key may be refused."""
         return self.tls_cert_file is not None or self.api_keys_file is not None
 
 
 class CredentialSettings(Settings):
-    """How the commands that call a service show who they are."""
+    """How the commands that call a service authenticate."""
 
     api_key: str = setting(
         "", "API key; set it through the environment, a command line can be read by others", panel=PANEL,

@@ -1,4 +1,4 @@
-"""Addresses as the command line writes them, and where processes of a host meet."""
+"""Addresses as written on the command line, and the default socket between the processes of a host."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ def join_address(host: str, port: int) -> str:
 
 
 def default_endpoint(run_dir: Path | None) -> str:
-    """Where a single gateway and its workers meet when nobody says otherwise."""
+    """The default endpoint between a single gateway and its workers."""
     return f"ipc://{(run_dir or default_run_dir()).absolute()}/gateway-0.sock"
 
 
 def reachable(host: str) -> str:
-    """An address to call a listener of this host at."""
+    """An address at which a listener on this host can be called: loopback for a wildcard, else `host` itself."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """HOST:PORT into its parts, the host without brackets. Raises CliError."""
+    """Split HOST:PORT into its parts, the host without brackets. Raises CliError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise usage("bad value for --address", f"{text!r} is not HOST:PORT", "write it as 127.0.0.1:50051")

@@ -1,4 +1,5 @@
-"""`octavo config show` (every setting, its value, its source) and docs/configuration.md, made from the settings."""
+"""`octavo config show` (every setting, its value, its source) and docs/configuration.md, generated from the
+settings."""
 
 import json
 import sys
@@ -39,7 +40,7 @@ milliseconds, `_bytes`, `_tokens`.
 
 
 def configuration_page() -> str:
-    """The whole page."""
+    """The whole of docs/configuration.md."""
     return INTRODUCTION + "".join(_section(panel) for panel in _panels())
 
 
@@ -66,7 +67,7 @@ def _section(panel: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingRow:
-    """One setting as it stands."""
+    """One setting, with its value and where that comes from."""
 
     key: str
     value: str
@@ -76,7 +77,7 @@ class SettingRow:
 
 
 def setting_rows(resolved: Resolved[S]) -> list[SettingRow]:
-    """Every setting of the group that is not for tests only, by name."""
+    """Every setting of the group that is not hidden, sorted by name."""
     group = type(resolved.settings)
     visible = [name for name, field in group.model_fields.items() if help_of(field).visibility == "shown"]
     secrets = {name for name in visible if help_of(group.model_fields[name]).secrecy == "secret"}
@@ -84,13 +85,13 @@ def setting_rows(resolved: Resolved[S]) -> list[SettingRow]:
 
 
 def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
-    """Print the table, a line for each setting where nobody looks, or JSON for programs."""
+    """Print JSON if asked for, else a table on a terminal or one line for each setting. Returns 0."""
     rows = setting_rows(resolved)
     if as_json:
         content = {row.key: {"value": row.value, "source": row.source, "where": row.where} for row in rows}
         print(json.dumps(content, indent=2))  # noqa: T201
         return 0
-    if not sys.stdout.isatty():  # whole lines for grep, whatever the width
+    if not sys.stdout.isatty():  # a line is never wrapped, so that grep works
         for row in rows:
             print(_line(row))  # noqa: T201
         return 0

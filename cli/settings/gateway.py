@@ -1,4 +1,4 @@
-"""Settings of a gateway: what `octavo gateway` and `octavo serve` share."""
+"""Settings of a gateway, shared by `octavo gateway` and `octavo serve`."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,7 +7,7 @@ from octavo.cli.settings.setting import Host, Names, Settings, setting
 
 
 class AddressSettings(Settings):
-    """Where the gRPC service is; servers and clients read the same two."""
+    """Where the gRPC service is; servers and clients share these settings."""
 
     host: Host = setting("127.0.0.1", "Address of the gRPC service", panel="Addresses")
     port: int = setting(
@@ -16,7 +16,7 @@ class AddressSettings(Settings):
 
 
 class AdminPortSettings(Settings):
-    """Where operators reach a gateway; servers and `octavo scale` read the same."""
+    """Where operators reach a gateway; servers and `octavo scale` share this setting."""
 
     admin_port: int | None = setting(
         None,
@@ -94,7 +94,7 @@ class LimitSettings(Settings):
 
 
 class SupervisionSettings(Settings):
-    """When a gateway gives a worker up."""
+    """When a gateway gives up a worker."""
 
     heartbeat_timeout_s: float = setting(5.0, "Seconds of silence after which a worker is lost", panel="Faults", gt=0)
     stall_timeout_s: float = setting(30.0, "Seconds without a step, with work, that end a worker", panel="Faults", gt=0)
@@ -127,7 +127,7 @@ class WorkerDoorSettings(Settings):
 
 
 class PeerSettings(Settings):
-    """The other gateways of a service of several; serve tells its own of each other."""
+    """The other gateways of a service with several; `octavo serve` sets these for its own."""
 
     gateway_key_file: Path | None = setting(
         None, "Secret CURVE key of the gateway (octavo keys new); tcp endpoints need it", panel="Workers"

@@ -1,4 +1,4 @@
-"""Turns settings into the gateway's frozen configuration: addresses, limits, TLS, who may call.
+"""Turns settings into the gateway's frozen configuration: addresses, limits, TLS, access.
 
 Only `check_access` reads files. Knows nothing of workers' models.
 """
@@ -33,7 +33,8 @@ NO_SCOPE = "none"
 
 
 def access_config(settings: AccessSettings) -> AccessConfig:
-    """Raises CliError for settings that need each other, and for a scope that does not exist."""
+    """The gateway's access configuration. Raises CliError for TLS settings that are incomplete, and for an unknown
+    scope."""
     return AccessConfig(
         tls=_tls_config(settings),
         api_keys_file=settings.api_keys_file,
@@ -43,14 +44,14 @@ def access_config(settings: AccessSettings) -> AccessConfig:
 
 
 def check_access(settings: AccessSettings) -> None:
-    """Load the files once, so that what is wrong with them is told before anything starts. Raises CliError,
+    """Load the access files once, so that errors in them are reported before anything starts. Raises CliError,
     AccessFileError."""
     AccessReloader(access_config(settings)).load()
 
 
 def check_exposed(settings: ServeSettings) -> None:
-    """That other hosts reach nothing in plain text without permission: a gateway would say so later, and of its port.
-    Raises AddressError."""
+    """Raises AddressError if other hosts could reach anything in plain text without --exposure insecure. A gateway
+    would report that later, and name the chosen port."""
     exposure = Exposure(settings.exposure)
     check_plain(join_address(settings.metrics_host, settings.metrics_port), exposure, setting="--metrics-host")
     if settings.tls_cert_file is None:

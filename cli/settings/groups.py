@@ -1,5 +1,5 @@
-"""The settings of each command, put together from the groups. Each setting is written once, in one of the groups;
-its flag, its variable OCTAVO_… and its key in octavo.toml all have its name."""
+"""The settings of each command, composed of groups. Each setting is defined once, in one of the groups; its flag, its
+variable OCTAVO_… and its key in octavo.toml are derived from its name."""
 
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from octavo.cli.settings.setting import Host, Names, Settings, setting
 
 
 class ProcessSettings(Settings):
-    """What every process of the service has."""
+    """Settings that every process of the service has."""
 
     run_dir: Path | None = setting(
         None, "Folder of the sockets between processes (0700); unset: serve makes a new one", panel="Process"
@@ -79,7 +79,7 @@ class WorkerMetricsSettings(MetricsHostSettings):
 
 
 class WorkerWatchSettings(WorkerMetricsSettings):
-    """What a worker tells about itself."""
+    """What a worker reports about itself, and how it watches itself."""
 
     heartbeat_interval_s: float = setting(0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0)
     stall_exit_s: float = setting(
@@ -208,12 +208,12 @@ class ServeSettings(
 
     @property
     def num_gateways(self) -> int:
-        """As many as were asked for; 1 before `octavo serve` has chosen."""
+        """Gateways on this host: as many as were asked for; 1 before `octavo serve` has chosen."""
         return self.gateways or 1
 
 
 class CallSettings(CredentialSettings, AddressSettings):
-    """Where a service is, and how a client shows who it is."""
+    """Where a service is, and how a client authenticates."""
 
 
 class ScaleSettings(AdminPortSettings, CallSettings):
@@ -270,7 +270,8 @@ COMMANDS: dict[str, type[Settings]] = {
     "worker": WorkerSettings,
     "client": ClientSettings,
 }
-"""The groups by the command that uses them; `client` is what calls a service, each command with its part of them."""
+"""The groups by the command that uses them; `client` stands for the commands that call a service, each of which uses
+some of these settings."""
 
 ALL_KEYS = frozenset(AllSettings.model_fields)
-"""Every key that the configuration file may have."""
+"""Every key that the configuration file may contain."""

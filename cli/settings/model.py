@@ -18,12 +18,12 @@ class ConstraintSettings(Settings):
 
     @property
     def grammar_limits(self) -> GrammarLimits:
-        """As the grammar folder takes them."""
+        """These limits, as `octavo.grammar` takes them."""
         return GrammarLimits(max_source_bytes=self.max_schema_bytes, max_depth=self.max_schema_depth)
 
 
 class ConstraintCheckSettings(ConstraintSettings):
-    """Of a gateway."""
+    """Constraints on a gateway."""
 
     constraint_timeout_s: float = setting(
         2.0, "Seconds of CPU time that checking a constraint may take", panel=PANEL, gt=0
@@ -31,7 +31,7 @@ class ConstraintCheckSettings(ConstraintSettings):
 
 
 class GrammarSettings(ConstraintSettings):
-    """Of a worker."""
+    """Constraints on a worker."""
 
     grammar_timeout_s: float = setting(
         10.0, "Seconds that a request waits for its constraint to be compiled", panel=PANEL, gt=0

@@ -1,4 +1,4 @@
-"""Names and ports of models, read from --model. Pure, but for looking whether a folder is there."""
+"""Names and ports of models, from --model and --model-port. Pure, except that it checks whether a folder exists."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,8 @@ from octavo.cli.errors import did_you_mean, usage
 
 
 def split_model(text: str) -> tuple[str | None, str]:
-    """NAME=CHECKPOINT into its parts; the name is None where none is given, and what has an empty part is no pair."""
+    """Split NAME=CHECKPOINT into (name, checkpoint); otherwise (None, text), also if one part would be empty or the
+    name would contain a slash."""
     name, _, checkpoint = text.partition("=")
     if name and checkpoint and "/" not in name:
         return name, checkpoint
@@ -15,8 +16,8 @@ def split_model(text: str) -> tuple[str | None, str]:
 
 
 def name_of_model(text: str) -> str:
-    """As its workers name it: NAME of NAME=CHECKPOINT, a folder's last part, else as it is. A folder need not be on
-    this host where the way to it begins with a slash, a dot or a tilde."""
+    """The name by which workers serve it: NAME of NAME=CHECKPOINT, the last part of a folder's path, else the text
+    itself. A folder need not exist on this host if its path starts with a slash, a dot or a tilde."""
     name, checkpoint = split_model(text)
     if name is not None:
         return name
@@ -25,7 +26,7 @@ def name_of_model(text: str) -> str:
 
 
 def model_ports(given: Sequence[str]) -> list[tuple[str, int]]:
-    """Name and port of each --model-port. Raises CliError."""
+    """(name, port) of each --model-port. Raises CliError."""
     found = []
     for text in given:
         name, _, port = text.rpartition("=")
@@ -40,7 +41,7 @@ def model_ports(given: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def check_model_ports(given: Sequence[str], models: Sequence[str]) -> None:
-    """That each --model-port is of one of the models, as --model names them. Raises CliError."""
+    """Raises CliError if a --model-port names none of the models. models: as in --model."""
     served = list(map(name_of_model, models))
     for name, _ in model_ports(given):
         if name not in served:

@@ -1,4 +1,4 @@
-"""Makes a typer command's options from a settings group, so that each setting is written once.
+"""Makes a typer command's options from a settings group, so that each setting is defined once.
 
 Must not know any particular setting.
 """
@@ -50,8 +50,8 @@ def with_settings(
 
 
 def given_path(text: str | Path) -> Path:
-    """The value of an option that is a path and no setting. Raises typer's BadParameter where it is empty, which Path
-    takes for this folder: as of a variable that is not set, in quotes."""
+    """Parses a path option that is not a setting. Raises typer.BadParameter if it is empty, as with an unset variable
+    in quotes; Path would take that for the working directory."""
     if not str(text):
         raise typer.BadParameter("it is empty: give a path, or leave it out")
     return Path(text)
@@ -67,7 +67,7 @@ def shown(value: object) -> str:
 
 
 def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The parameter itself, or those that its dataclass stands for."""
+    """The parameter itself, or one for each field of its dataclass."""
     group = _group_of(parameter)
     if group is None:
         return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -109,7 +109,7 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         hidden=help_.visibility == "hidden",
         metavar=PATH if kind is Path else "|".join(choices_of(field)) or None,
     )
-    return Annotated[(str if kind is Path else kind) | None, option]  # Path takes an empty text for this folder
+    return Annotated[(str if kind is Path else kind) | None, option]  # Path would take "" for the working directory
 
 
 def _kind(field: FieldInfo) -> Any:

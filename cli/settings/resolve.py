@@ -1,4 +1,4 @@
-"""Merges the sources of settings: flag before environment before file before default, and remembers which won.
+"""Merges the sources of settings (flag over environment over file over default), and records which one won.
 
 Must not know any particular setting.
 """
@@ -36,7 +36,7 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source of one value and its name there: `--port`, `OCTAVO_PORT`, `octavo.toml`."""
+    """The source of one value, and where in it: `--port`, `OCTAVO_PORT`, `octavo.toml`; empty for a default."""
 
     source: Source
     where: str
@@ -57,7 +57,7 @@ class Resolved(Generic[S]):
 def resolve(
     group: type[S], flags: Mapping[str, Any], *, file: Path | None = None, known_keys: frozenset[str] | None = None
 ) -> Resolved[S]:
-    """The settings of a group. known_keys: keys that the file may have besides this group's.
+    """The settings of a group. known_keys: all keys that the file may have; None: this group's.
 
     Raises CliError (exit code 2) for a file that cannot be read, an unknown key and a bad value.
     """
@@ -81,9 +81,9 @@ def resolve(
 
 
 def find_file(given: Path | None) -> Path | None:
-    """The configuration file: the one given, $OCTAVO_CONFIG, ./octavo.toml; None where there is none.
+    """The configuration file: the given one, else $OCTAVO_CONFIG, else ./octavo.toml; None if there is none.
 
-    Raises CliError where a file that was asked for is not there.
+    Raises CliError if a file that was asked for does not exist.
     """
     asked = given or (Path(os.environ["OCTAVO_CONFIG"]) if os.environ.get("OCTAVO_CONFIG") else None)
     if asked is None:
@@ -94,7 +94,7 @@ def find_file(given: Path | None) -> Path | None:
 
 
 def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
-    """The keys of a configuration file. Raises CliError for bad TOML and for a key that no setting has."""
+    """The content of a configuration file. Raises CliError if it cannot be read, is not TOML, or has an unknown key."""
     try:
         text = _read_pipe(path) if path.is_fifo() else read_regular(path)[0]
         content = tomllib.loads(text.decode("utf-8-sig"))
@@ -113,13 +113,14 @@ def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
 
 
 def _read_pipe(path: Path) -> bytes:
-    """What is written into a pipe until its writers have closed it, as bash has one for `<(...)`. Raises OSError where
-    that is nothing, as of a command that failed, or does not end: a named pipe may have no writer at all."""
+    """What is written into a pipe, such as bash's `<(...)`, until its writers close it. Raises OSError if nothing is
+    written, as by a command that failed, if it is too much, or if it does not end in time: a named pipe may have no
+    writer at all."""
     text, end_s = b"", time.monotonic() + PIPE_TIMEOUT_S
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as pipe:
         while (left_s := end_s - time.monotonic()) > 0 and select.select([pipe], [], [], left_s)[0]:
             piece = pipe.read(MOST_PIPE_BYTES)
-            text += piece or b""  # None: another reader was faster
+            text += piece or b""  # None: another reader took the data
             if len(text) > MOST_PIPE_BYTES:
                 raise OSError(errno.EFBIG, f"More than {MOST_PIPE_BYTES:,} bytes are written into it", str(path))
             if piece == b"":
@@ -136,7 +137,7 @@ def _name_in(source: Source, name: str, path: Path | None) -> str:
 
 
 def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Origin]) -> S:
-    """Settings of these values. origins: of those that were given elsewhere than as a flag. Raises CliError."""
+    """The settings with these values. origins: of the values; one without is taken for a flag. Raises CliError."""
     try:
         return group(**values)
     except ValidationError as error:
@@ -146,7 +147,7 @@ def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Orig
         field = group.model_fields.get(name)
         is_secret = field is not None and help_of(field).secrecy == "secret"
         given = "(hidden)" if is_secret else values.get(name)
-        said = first["msg"].removeprefix("Value error, ")  # of our own validators
+        said = first["msg"].removeprefix("Value error, ")  # added for errors of our own validators
         complaint = said[0].lower() + said[1:]
         raise usage(
             f"bad value for {flag_of(name)}",

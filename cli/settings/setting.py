@@ -1,4 +1,4 @@
-"""What one setting is: a pydantic field with its help, from which flag, variable, file key and documentation follow.
+"""What a setting is: a pydantic field with its help, from which flag, variable, file key and documentation are derived.
 
 Must not know any particular setting.
 """
@@ -16,7 +16,7 @@ DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 
 
 class Settings(BaseModel):
-    """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources and remembers them."""
+    """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -24,13 +24,13 @@ class Settings(BaseModel):
         validate_default=True,
         protected_namespaces=(),
         allow_inf_nan=False,
-        defer_build=True,  # a process validates one or two of them, and building all takes a third of a command's start
+        defer_build=True,  # a process uses one or two groups; building all of them takes a third of a command's start
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would read `true` as 1."""
+        """Raises ValueError for a bool, which pydantic would read as a number."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
             raise ValueError("input should be a number, not true or false")
@@ -39,7 +39,8 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _a_path_that_can_be_one(cls, value: object, info: ValidationInfo) -> object:
-        """An empty text would be this folder: it is a variable that is not set, in quotes."""
+        """Raises ValueError for an empty path, which would mean the working directory and usually comes from an unset
+        variable in quotes; and for one with a NUL."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, str) and Path in (kind, *get_args(kind)):
             if not value:
@@ -51,8 +52,8 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingHelp:
-    """How a setting shows in help: the panel that it stands in, whether it shows at all, whether its value may be
-    printed (open) or not (secret)."""
+    """How help shows a setting. panel: the section that it is in. visibility: shown or hidden. secrecy: whether its
+    value may be printed (open) or not (secret)."""
 
     panel: str
     visibility: str = "shown"
@@ -84,7 +85,7 @@ def _split(value: object) -> object:
 
 _Word = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[_Word, ...], BeforeValidator(_split)]
-"""Several names, none of them empty: a repeated flag, a comma-separated variable, a string or list in the file."""
+"""Several non-empty names: a repeated flag, a comma-separated variable, a string or list in the file."""
 
 
 def _without_brackets(value: object) -> object:
@@ -92,8 +93,8 @@ def _without_brackets(value: object) -> object:
 
 
 Host = Annotated[str, Field(min_length=1), BeforeValidator(_without_brackets)]
-"""An address to listen at or to call, without the brackets that IPv6 has before a port. Never empty: the system takes
-that for every address of this host."""
+"""An address to listen on or to call, without the brackets that IPv6 has before a port. Never empty, which the system
+would take for every address of this host."""
 
 
 def flag_of(name: str) -> str:
@@ -107,12 +108,12 @@ def variable_of(name: str) -> str:
 
 
 def read_environment(group: type[Settings]) -> dict[str, Any]:
-    """The settings of this group that the environment sets, by name, not validated yet; an empty variable sets none."""
+    """The settings of this group that the environment sets, by name, not yet validated; empty variables are ignored."""
     found = {name: os.environ.get(variable_of(name)) for name in group.model_fields}
     return {name: value for name, value in found.items() if value}
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a setting accepts, where it is a choice; else none."""
+    """The words that a setting accepts if it is a choice, else empty."""
     words = get_args(field.annotation)
     return words if words and all(isinstance(word, str) for word in words) else ()

@@ -1,4 +1,4 @@
-"""Turns settings into the worker's frozen configuration. Pure, but for `auto`, which looks for a GPU."""
+"""Turns settings into the worker's frozen configuration. Pure, except that device `auto` looks for a GPU."""
 
 from octavo.cli.errors import usage
 from octavo.cli.settings.addresses import default_endpoint
@@ -21,7 +21,7 @@ from octavo.worker.config import (
 
 
 def worker_config(settings: WorkerSettings) -> WorkerConfig:
-    """The worker's configuration. Raises CliError where there is not exactly one model."""
+    """The worker's configuration. Raises CliError if there is not exactly one model, or only one CURVE key."""
     name, checkpoint = split_model(only_model(settings))
     device = pick_device(settings.device) if settings.runner == "torch" else "cpu"
     max_gap_s, max_gap_steps = longest_gap(device, settings.max_gap_ms)
@@ -84,7 +84,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
 
 
 def only_model(settings: WorkerSettings) -> str:
-    """The one model of a worker."""
+    """The one model of a worker, as --model names it. Raises CliError if there is not exactly one."""
     if len(settings.model) != 1:
         raise usage(
             "a worker serves one model",
@@ -95,7 +95,7 @@ def only_model(settings: WorkerSettings) -> str:
 
 
 def pick_device(device: str) -> str:
-    """`auto` is the first GPU, where there is one."""
+    """The device; "auto" becomes "cuda" if there is a GPU, else "cpu"."""
     if device != "auto":
         return device
     import torch
@@ -104,12 +104,15 @@ def pick_device(device: str) -> str:
 
 
 def default_batch_tokens(device: str, max_num_seqs: int) -> int:
-    """Tokens of a step: what a device computes without making those who decode wait for long (bench/RESULTS.md)."""
+    """Tokens of a step: as many as a device computes without delaying requests that decode for long
+    (bench/RESULTS.md)."""
     return max(CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS, max_num_seqs)
 
 
 def longest_gap(device: str, max_gap_ms: float | None) -> tuple[float | None, float]:
-    """Seconds, and steps without prompts, that a step with prompts may take beside outputs; None: any number."""
+    """`SchedulerConfig`'s max_gap_s and max_gap_steps: how long a step may take prompt tokens while outputs decode in
+    it, in seconds (None: no limit), and in steps without prompts. max_gap_ms: as set; None: the device's default; 0:
+    no limit."""
     if max_gap_ms is not None:
         return max_gap_ms / 1e3 or None, 0.0
     return (None, 0.0) if device == "cpu" else (GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS)
