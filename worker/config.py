@@ -11,9 +11,9 @@ from pathlib import Path
 from octavo.grammar.limits import GrammarLimits
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
-"""Tokens of a step by default: what a device computes without making those who decode wait for long."""
+"""Default tokens of a step: as many as a device computes without delaying requests that decode for long."""
 GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS = 0.020, 16.0
-"""How long a GPU's step takes prompt tokens by default while outputs decode in it (SchedulerConfig)."""
+"""Default limits of a GPU's steps that mix prompts with decodes (SchedulerConfig)."""
 
 
 class RunnerKind(Enum):
@@ -49,7 +49,7 @@ class LoadFormat(Enum):
     """Where the weights come from."""
 
     CHECKPOINT = "checkpoint"
-    RANDOM = "random"  # numbers of their scale: for measurements of shapes that are on no disk
+    RANDOM = "random"  # random numbers of their scale: to measure shapes without a checkpoint on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""The worker process: loads the model, puts engine and links together, runs until it is asked to end.
+"""The worker process: loads the model, assembles engine and links, and runs until it is asked to end.
 
-The main thread is the engine's; beside it there are the heartbeat, the metrics endpoint and what limits a shutdown.
-Ready means registered, and it registers only after loading and warm-up.
+The engine runs in the main thread; heartbeat, metrics endpoint and shutdown timer run beside it. Ready means
+registered, and a worker registers only after loading and warm-up.
 """
 
 import gc
@@ -53,16 +53,16 @@ EXIT_FAILED = 70
 
 log = structlog.get_logger(__name__)
 
-GOODBYE_S = 1.0  # for the last message to go out
+GOODBYE_S = 1.0  # for the last message to be sent
 CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
 
 
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 75 (a rank was lost), 76 (a
-    gateway refused it); a hang ends the process with 75 or 1 (`worker.transport.watchdog`), one after a
-    signal with what was to be returned (`worker.shutdown`).
+    gateway refused it). A hang ends the process with 75 or 1 (`worker.transport.watchdog`); a hang after a signal, with
+    the code that would have been returned (`worker.shutdown`).
 
-    on_progress: called with how far the start is; by default that is logged. Raises what makes a start impossible:
+    on_progress: called with the progress of the start; by default that is logged. Raises what prevents a start:
     CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.
     """
     configure_logs(config.log_format, config.log_level)
@@ -86,7 +86,7 @@ def _load(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhile) -
     if config.cpu_isa is not None:
         os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
     importlib.import_module("octavo.model.cpu.isa").hide_instructions()  # before torch computes
-    from octavo.worker.loading.group import load_group  # torch: only where it is wanted
+    from octavo.worker.loading.group import load_group  # imports torch, which the oracle does without
 
     return load_group(config, on_progress, meanwhile)
 
@@ -100,7 +100,7 @@ def _assemble(
     shutdown: Shutdown,
     stack: ExitStack,
 ) -> Engine:
-    """Everything that runs, each closed by the stack in the reverse order."""
+    """Create everything that runs; the stack closes it in reverse order."""
     register = _register(config, loaded)
     link = WorkerLink(gateways.endpoints, register, loaded.tokenizer_files, curve=curve)
     stack.callback(link.close)
@@ -143,7 +143,7 @@ def _assemble(
     )
     stack.callback(heartbeat.close)
     gc.collect()
-    gc.freeze()  # what the start left is not looked through again while steps run
+    gc.freeze()  # later collections skip the objects that the start left
     heartbeat.start()
     _log_loaded(register.worker_id, loaded, metrics_port)
     return engine
@@ -219,7 +219,7 @@ def _serve_metrics(
 
 
 def _why_not_ready(engine: Engine, link: WorkerLink) -> str | None:
-    """For probes. Before the model is loaded, the port is closed."""
+    """Why a readiness probe should fail; None if ready. Before the model is loaded, the port is closed."""
     if engine.stats.is_draining:
         return "this worker drains"
     return None if any(link.welcomed.values()) else "no gateway has taken this worker yet"

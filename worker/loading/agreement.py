@@ -1,5 +1,5 @@
-"""What the ranks of a group must have alike: the program, and the checkpoint, before they load it and when they have.
-Halves of two models would give tokens, and no error.
+"""Checks that all ranks of a group have the same program, and the same checkpoint before and after loading it. Parts
+of two different models would give tokens without any error.
 
 Must not know: how ranks are started, what they do.
 """
@@ -23,11 +23,11 @@ _DIGEST_BYTES = 6
 
 
 class RanksDiffer(ValueError):
-    """A rank has another build or another checkpoint than rank 0; the message says which rank, and what to do."""
+    """A rank's build or checkpoint differs from rank 0's; the message says which rank, and what to do."""
 
 
 def check_agreement(ranks: Ranks, *, build: str, checkpoint: str) -> None:
-    """On every rank, with its own `build_name` and `checkpoint_name`. Raises RanksDiffer, on every rank the same."""
+    """Call on every rank with its own `build_name` and `checkpoint_name`. Raises the same RanksDiffer on every rank."""
     for what, own, advice in (
         ("another build of Octavo", build, "install one build everywhere and start again"),
         ("another checkpoint", checkpoint, "its files changed while the ranks started, or differ between hosts"),
@@ -41,8 +41,8 @@ def check_agreement(ranks: Ranks, *, build: str, checkpoint: str) -> None:
 
 
 def check_unchanged(ranks: Ranks, folder: Path, *, checkpoint: str) -> None:
-    """On every rank, once it has read all of the folder; checkpoint: what that was called before. Raises RanksDiffer,
-    on every rank the same."""
+    """Call on every rank once it has read the whole folder. checkpoint: the `checkpoint_name` from before. Raises the
+    same RanksDiffer on every rank."""
     for rank, now in enumerate(ranks.gather_texts(checkpoint_name(folder))):
         if now != checkpoint:
             raise RanksDiffer(
@@ -52,7 +52,7 @@ def check_unchanged(ranks: Ranks, folder: Path, *, checkpoint: str) -> None:
 
 
 def build_name() -> str:
-    """The version, torch's, and a hash of the sources as they are on disk."""
+    """Octavo's version, a hash of its source files on disk, and torch's version."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -67,9 +67,9 @@ def build_name() -> str:
 
 
 def checkpoint_name(folder: Path) -> str:
-    """A hash of config.json, of what says which ids there are and which of them end an output, and, of every file of
-    weights, of its name, its size, its head and pages spread over it: not of all of 144 GB, but of more than two
-    trainings have alike. Raises CardError, OSError."""
+    """The folder's name and a hash of the files that gateways get (`tokenizer_files`) and, for every file of weights,
+    of its name, its size, and samples spread over it, beginning with its head: much less than 144 GB, but enough to
+    tell two trainings apart. Raises CardError, OSError."""
     digest = hashlib.blake2b(bundle_digest(tokenizer_files(folder)).encode(), digest_size=_DIGEST_BYTES)
     for path in sorted(folder.glob("*.safetensors*")):
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Settings that exclude each other, told from their values alone: `octavo serve` looks before it starts a process, a
-worker before it loads. Knows no torch.
+"""Settings that exclude each other, judged from their values alone: checked by `octavo serve` before it starts a
+process, and by a worker before it loads. Knows no torch.
 
-device: "cpu" or "cuda"; None where it is not known yet.
+device: "cpu" or "cuda"; None if it is not known yet.
 """
 
 
@@ -13,7 +13,7 @@ def why_not_deterministic(
     dtype: str | None,
     quantization: str | None,
 ) -> str | None:
-    """A sentence where deterministic mode cannot be had with these, else None."""
+    """Why deterministic mode is not available with these settings, in a sentence; None if it is."""
     if attention_backend is not None or is_checking_numerics:
         return "deterministic mode goes with no --attention-backend and no --check-numerics"
     if device == "cuda" and quantization is not None:
@@ -24,14 +24,14 @@ def why_not_deterministic(
 
 
 def why_no_format(device: str | None, *, quantization: str | None) -> str | None:
-    """A sentence where the device has no such weights, whatever the model is, else None."""
+    """Why the device does not support such weights for any model, in a sentence; None if it does."""
     if device == "cpu" and quantization == "fp8":
         return "fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes"
     return None
 
 
 def why_no_cache_format(*, kv_cache_dtype: str | None, is_deterministic: bool) -> str | None:
-    """The same for the KV cache."""
+    """Why the KV cache cannot have this dtype, in a sentence; None if it can."""
     if kv_cache_dtype is not None and is_deterministic:
         return "deterministic mode keeps keys and values in the model's dtype: no --kv-cache-dtype"
     return None

@@ -1,8 +1,9 @@
-"""Processes that compile a GPU's kernels while this one loads weights and finds out which kernels there are.
+"""Processes that compile a GPU's kernels while this one loads weights and finds out which kernels are needed.
 
-They are forks of this process, which has imported all that they need, seconds of a start. It forks one, before it has
-threads and a CUDA context, which no fork survives; that one does what all of them need first, and forks the others.
-Each answers at one end of a pipe. They end at once when the process that forked them does, by whatever means.
+They are forks of this process, which has already imported all that they need; importing takes seconds. It forks one
+process before it has threads or a CUDA context, neither of which survives a fork; that one does the common preparation
+and forks the others. Each answers on its own socket. They end at once when the process that forked them ends, for
+whatever reason.
 
 Must not know: kernels.
 """
@@ -27,9 +28,9 @@ from octavo.worker import shutdown
 
 MAX_PROCESSES = 16
 ANSWER_TIMEOUT_S = 120.0
-"""For one kernel, on the slowest host."""
+"""Time to compile one kernel on the slowest host."""
 IDLE_END_S = 0.5
-"""For those that compile nothing to end by themselves, and to be waited for by the one that forked them."""
+"""Time for idle processes to end by themselves and be reaped by the one that forked them."""
 END_TIMEOUT_S = 5.0
 _POLL_S = 0.01
 _DONE, _FAILED = b"1", b"0"
@@ -50,8 +51,8 @@ class CompilerProcesses:
 
     @classmethod
     def fork(cls, size: int, *, wake: Wake, answer: Answer) -> "CompilerProcesses | None":
-        """So many. wake: what they need first, done once. answer: to a request. None where this process can no longer
-        fork safely, or the system refuses."""
+        """Start `size` processes. wake: preparation, run once. answer: handles a request. Returns None if this process
+        can no longer fork safely, or the system refuses."""
         if not hasattr(os, "fork") or torch.cuda.is_initialized() or _has_threads():
             return None
         parent = os.getpid()
@@ -72,7 +73,7 @@ class CompilerProcesses:
         return len(self._ends)
 
     def ask(self, request: bytes) -> bool:
-        """See Helpers. One that has ended, or stands still, is not asked again."""
+        """See Helpers. A process that has ended or hangs is not asked again."""
         try:
             connection = self._idle.get_nowait()
         except Empty:
@@ -87,7 +88,7 @@ class CompilerProcesses:
         return answer == _DONE
 
     def close(self) -> None:
-        """See Helpers. What they are at is lost; who waits for an answer gets none."""
+        """See Helpers. Work in progress is lost, and a pending `ask` gets no answer."""
         pid, self._pid = self._pid, None
         if pid is None:
             return
@@ -102,12 +103,12 @@ class CompilerProcesses:
 
 
 def _has_threads() -> bool:
-    """That a fork would not have, with locks that they hold."""
+    """Whether there are threads that a fork would lack, while the locks that they hold would stay locked."""
     return any(each.name != shutdown.THREAD for each in threading.enumerate() if each is not threading.main_thread())
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Whether a child has, within that time."""
+    """Whether a child process ends within that time."""
     deadline_s = time.monotonic() + timeout_s
     with suppress(ChildProcessError):
         while os.waitpid(pid, os.WNOHANG) == (0, 0):
@@ -119,9 +120,9 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
 
 def _fork_all(parent: int, pairs: list[tuple[socket.socket, socket.socket]], wake: Wake, answer: Answer) -> None:
     die_with(parent)
-    signal.set_wakeup_fd(-1)  # at whose other end the worker is
+    signal.set_wakeup_fd(-1)  # it would wake the worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal, for the worker
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal: meant for the worker
         signal.signal(number, signal.SIG_IGN)
     for ours, _ in pairs:
         ours.close()
@@ -139,7 +140,7 @@ def _fork_all(parent: int, pairs: list[tuple[socket.socket, socket.socket]], wak
 
 
 def _answer_all(parent: int, end: socket.socket, ends: list[socket.socket], answer: Answer) -> None:
-    """Until the pipe ends."""
+    """Answer requests until the other end is closed."""
     die_with(parent)
     for other in ends:
         if other is not end:
@@ -151,13 +152,13 @@ def _answer_all(parent: int, end: socket.socket, ends: list[socket.socket], answ
             try:
                 answer(request)
                 done = _DONE
-            except Exception:  # who asks does it alone then, and says what is wrong
+            except Exception:  # the asking process then compiles it itself, and reports the error
                 done = _FAILED
             connection.send_bytes(done)
 
 
 def _end_after(work: Callable[[], None]) -> NoReturn:
-    """End this process, a fork, without what its parent would do at its end."""
+    """Run `work`, then end this forked process without its parent's exit handlers."""
     status = 1
     try:
         work()

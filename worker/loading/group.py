@@ -1,13 +1,13 @@
 """A worker that is a tensor-parallel group: how its processes start, load and end together.
 
-Rank 0 is the worker itself. It starts the others as `python -m octavo.worker.loading.group`, tells them their settings
-and then each step's orders (worker/runners/orders.py; what orders are, worker/runners/group.py), and all of them load
-at once, each its part of the model. Where the model goes to GPUs, rank r has the r-th that CUDA_VISIBLE_DEVICES names.
+Rank 0 is the worker itself. It starts the others (followers) as `python -m octavo.worker.loading.group` and sends them
+their settings, then each step's orders (defined in worker/runners/group.py, sent by worker/runners/orders.py). All
+ranks load at once, each its part of the model. On GPUs, rank r has the r-th that CUDA_VISIBLE_DEVICES names.
 
-A follower ends when its orders do; one that ends before makes rank 0 end, and the supervisor starts all anew. A thread
-for each follower sees that and lets rank 0's sums end, since a GPU waits for its peers forever, or else the process,
-which may have no step to do; one that stands still is the watchdog's business. Followers ignore signals: they would
-drain nothing.
+A follower ends when its orders end. If one ends earlier, rank 0 ends too, and the supervisor restarts the group. A
+thread for each follower notices that and aborts rank 0's sums, since a GPU waits for its peers forever; if that does
+not end rank 0, which may have no step to do, it ends the process. A follower that hangs is left to the watchdog.
+Followers ignore signals: they have nothing to drain.
 
 Must not know: the scheduler, sockets to gateways.
 """
@@ -50,23 +50,23 @@ from octavo.worker.runners.rank_figures import MeasuredRunner, RankBoard
 log = structlog.get_logger(__name__)
 
 END_TIMEOUT_S, END_LOADING_S = 10.0, 1.0
-"""For a follower to end after its orders have, and before there were any: it may load for minutes, for nobody."""
+"""Time for a follower to end after its orders have, and if there were none yet: it might load for minutes in vain."""
 LOST_EXIT_S = 5.0
-"""After a follower has ended, for rank 0's thread to notice: nothing ends a GPU's sum that reads its peers' memory."""
+"""Time for rank 0 to notice that a follower has ended: a GPU's sum that reads its peers' memory cannot be aborted."""
 DISMISSED_WAIT_S = 0.5
-"""For rank 0 to say that it ends, which it may do after it has left the group."""
+"""Time for rank 0 to say that it ends, which it may do after it has left the group."""
 READ_TIMEOUT_S = 60.0
-"""For followers to take what fills the memory that orders go through."""
+"""Time for followers to read orders once the ring is full."""
 TIMEOUTS = "wait timeout", "timed out"
-"""How torch and gloo say, without a type for it, that a rank has not come."""
+"""How messages of torch and gloo, which have no exception type for it, say that a rank has not joined in time."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 MEETING, BOARD = "meeting", "figures"
-"""Files of a group."""
+"""Names of a group's files."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a follower is told first. parent: rank 0's pid. meeting: see `join_ranks`. board: file of the RankBoard."""
+    """First message to a follower. parent: rank 0's pid. meeting: see `join_ranks`. board: file of the RankBoard."""
 
     config: WorkerConfig
     rank: int
@@ -80,10 +80,10 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Task)
 
 class FollowerProcesses:
     """Ranks 1 and up of a group, started by rank 0. Implements `worker.runners.group.Followers`. on_lost: called from a
-    thread when one has ended before `dismiss`. end_s: what `close` gives them to end by themselves."""
+    thread if one ends before `dismiss`. end_s: how long `close` waits for them to end by themselves."""
 
     def __init__(self, config: WorkerConfig, folder: Path) -> None:
-        """folder: of this group alone, where its ranks meet and write figures."""
+        """folder: used by this group alone; its ranks meet and write figures there."""
         self.board = RankBoard.create(folder / BOARD, size=config.tensor_parallel_size)
         self.on_lost: Callable[[], None] = self.end_meeting
         self.end_s = END_LOADING_S
@@ -94,7 +94,7 @@ class FollowerProcesses:
             threading.Thread(target=self._watch, args=(process,), name="rank", daemon=True).start()
         try:
             self._tell(config, meeting=str(folder / MEETING), board=str(folder / BOARD))
-        except BaseException:  # one may have ended already
+        except BaseException:  # for example, because one has ended already
             self.close()
             raise
 
@@ -117,27 +117,27 @@ class FollowerProcesses:
             raise GroupLost(f"rank {rank} of {len(self._processes) + 1} ended with status {status}; its log says why")
 
     def dismiss(self) -> None:
-        """There are no more orders: they end by themselves. Idempotent."""
+        """Send no more orders, so that followers end by themselves. Idempotent."""
         self._dismissed.set()
         for process in self._processes:
-            with suppress(OSError):  # what it did not read is lost with it
+            with suppress(OSError):  # it may have ended without reading everything
                 cast(BinaryIO, process.stdin).close()
 
     def end_sums(self, ranks: Ranks) -> None:
-        """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, or is in none,
-        end the process. From any thread."""
+        """Abort rank 0's sums on GPUs that wait for a follower that has ended; end the process if it does not leave
+        them in time, or is in none. From any thread."""
         if has_device_sums(ranks):
-            # Beside this thread: NCCL lets sums go at once, but ends after the graphs that hold them have.
+            # In another thread: NCCL aborts sums at once, but returns only once the graphs that hold them have ended.
             threading.Thread(target=abort, args=(ranks,), name="abort", daemon=True).start()
         self._end_process("has no step to do, or waits for it in one")
 
     def end_meeting(self) -> None:
-        """Before all ranks have met: rank 0 waits for one that will not come, and nothing lets it out. From any
-        thread."""
+        """End the process if a follower ends before all ranks have met: nothing else would end rank 0's wait for it.
+        From any thread."""
         self._end_process("waits for it to come")
 
     def close(self) -> None:
-        """End all of them. Idempotent."""
+        """End all followers. Idempotent."""
         self.dismiss()
         deadline_s = time.monotonic() + self.end_s
         for process in self._processes:
@@ -149,7 +149,7 @@ class FollowerProcesses:
         self._ring.close()
 
     def _tell(self, config: WorkerConfig, *, meeting: str, board: str) -> None:
-        """Their settings, without what is rank 0's alone."""
+        """Send the followers their settings, without those that only rank 0 needs."""
         told = replace(config, gateway_endpoints=(), gateway_endpoints_file=None, registration_token="", curve=None)
         for rank in range(1, config.tensor_parallel_size):
             device, _ = place_of_rank(config.device, rank, os.environ)
@@ -174,7 +174,7 @@ class FollowerProcesses:
             self.on_lost()
 
     def _end_process(self, waits: str) -> None:
-        """Unless rank 0 goes on in time."""
+        """End the process unless rank 0 dismisses its followers in time."""
         if self._dismissed.wait(LOST_EXIT_S):
             return
         try:
@@ -204,8 +204,8 @@ _LENGTH_BYTES = 4
 
 
 def place_of_rank(device: str, rank: int, environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """A rank's device, and how its environment must differ from rank 0's. A process sees one part of a GPU at most
-    (MIG), so each rank is shown its own."""
+    """A rank's device, and the variables in which its environment differs from rank 0's. A process sees at most one MIG
+    part of a GPU, so each rank is shown its own."""
     if torch.device(device).type != "cuda":
         return device, {}
     entries = visible_entries(environment)
@@ -215,13 +215,13 @@ def place_of_rank(device: str, rank: int, environment: Mapping[str, str]) -> tup
 
 
 def visible_entries(environment: Mapping[str, str]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES names; empty where it is not set."""
+    """The entries of CUDA_VISIBLE_DEVICES; empty if it is not set."""
     return [entry.strip() for entry in environment.get(VISIBLE, "").split(",") if entry.strip()]
 
 
 def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhile = lambda described: None) -> Loaded:
-    """`load_torch` of a worker with any number of ranks, of which this process is rank 0. The runner's `close` ends the
-    others. Raises what `load_torch` raises, RanksDiffer, and GroupLost where a follower ends on the way."""
+    """`load_torch` for a worker with any number of ranks, of which this process is rank 0. The runner's `close` ends
+    the others. Raises what `load_torch` raises, RanksDiffer, and GroupLost if a follower ends meanwhile."""
     if config.tensor_parallel_size == 1:
         return load_torch(config, on_progress, meanwhile=meanwhile)
     check_group(config)
@@ -243,7 +243,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
             ranks = stack.enter_context(
                 join_ranks(place / MEETING, rank=0, size=config.tensor_parallel_size, device=device)
             )
-            stack.callback(followers.dismiss)  # they leave the group when this rank does, not after it
+            stack.callback(followers.dismiss)  # lets them leave the group together with this rank
             followers.on_lost = lambda: followers.end_sums(ranks)
             checkpoint = checkpoint_name(folder)
             check_agreement(ranks, build=build, checkpoint=checkpoint)
@@ -256,7 +256,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
             loaded = load_torch(
                 replace(config, device=device), on_progress, ranks=ranks, wrap=grouped, meanwhile=meanwhile
             )
-        except RuntimeError as error:  # of a sum whose other end is gone, or does not come
+        except RuntimeError as error:  # from a sum whose other rank is gone, or does not come
             followers.check(wait_s=LOST_WAIT_S)
             if any(words in str(error).lower() for words in TIMEOUTS):
                 others = f"the other ranks of {config.tensor_parallel_size} have not come in {JOIN_TIMEOUT_S:g} s"
@@ -271,7 +271,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress, meanwhile: Meanwhi
 
 
 def measured(runner: Any, board: RankBoard, ranks: Ranks, device: str) -> Any:
-    """The runner of a rank, whose figures are written down."""
+    """The runner of a rank, wrapped so that its figures are written to the board."""
     is_device = torch.device(device).type == "cuda"
     process = psutil.Process()
     return MeasuredRunner(
@@ -284,7 +284,7 @@ def measured(runner: Any, board: RankBoard, ranks: Ranks, device: str) -> Any:
 
 
 def check_group(config: WorkerConfig) -> None:
-    """Raises ValueError for what a group cannot be had together with."""
+    """Raises ValueError for settings that do not work with several ranks."""
     size = config.tensor_parallel_size
     if config.runner is RunnerKind.ORACLE:
         raise ValueError(f"tensor_parallel_size {size} is for models: the oracle has nothing to cut")
@@ -293,7 +293,7 @@ def check_group(config: WorkerConfig) -> None:
 
 
 def notes_on_cores(size: int) -> tuple[str, ...]:
-    """What an operator should know of ranks on CPUs, in a sentence."""
+    """What an operator should know about ranks on CPUs, in sentences."""
     cores = usable_cores()
     if size <= cores:
         return ()
@@ -302,7 +302,7 @@ def notes_on_cores(size: int) -> tuple[str, ...]:
 
 
 def check_gpus(device: str, size: int) -> None:
-    """Raises ValueError where there are fewer GPUs than ranks, or one is named."""
+    """Raises ValueError if there are fewer GPUs than ranks, or the device names one GPU."""
     if torch.device(device).index is not None:
         raise ValueError(
             f"the device is {device}, and {size} ranks take the first {size} GPUs: give cuda, and {VISIBLE} to choose"
@@ -314,12 +314,12 @@ def check_gpus(device: str, size: int) -> None:
 
 
 class CannotBeCut(ValueError):
-    """A model has no whole part for each rank. In three parts, as command lines show errors."""
+    """A model cannot be divided among so many ranks. what, numbers, change: parts of a command line's error."""
 
     exit_code = 2
 
     def __init__(self, model: str, size: int, why: str, sizes: Sequence[int]) -> None:
-        """sizes: those that it can be cut into."""
+        """sizes: numbers of ranks that are possible."""
         super().__init__(f"tensor_parallel_size {size} does not fit the model: {why}")
         self.what = "a model cannot be cut into so many parts"
         self.numbers = f"--tensor-parallel-size is {size}, and of {model} {why.removeprefix('config.json: ')}"
@@ -327,7 +327,7 @@ class CannotBeCut(ValueError):
 
 
 def check_cut(folder: Path, size: int, model: str) -> None:
-    """Raises CannotBeCut where the checkpoint cannot be cut into so many parts. model: as it was asked for."""
+    """Raises CannotBeCut if the checkpoint cannot be divided among so many ranks. model: as the user named it."""
     model_config = load_config(folder)
 
     def why_not(size: int) -> str:
@@ -343,7 +343,7 @@ def check_cut(folder: Path, size: int, model: str) -> None:
 
 
 def main() -> int:
-    """A follower. Returns 0 where rank 0 has ended, 1 where something failed here."""
+    """Run a follower. Returns 0 if rank 0 has ended, 1 if something failed here."""
     for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     told = sys.stdin.buffer.read(_LENGTH_BYTES)
@@ -351,7 +351,7 @@ def main() -> int:
     if len(told) < _LENGTH_BYTES or len(frame) < int.from_bytes(told, "little"):
         return 0
     task = _DECODER.decode(frame)
-    die_with(task.parent)  # also where it stands still and does not see its input end
+    die_with(task.parent)  # even if it hangs and does not notice the end of its input
     config, size = task.config, task.config.tensor_parallel_size
     configure_logs(config.log_format, config.log_level)
     try:
@@ -362,7 +362,7 @@ def main() -> int:
                 check_agreement(ranks, build=build, checkpoint=checkpoint)
                 _follow_rank_0(task, ranks, checkpoint)
             except Exception as error:
-                os._exit(_status(task, error))  # rank 0 waits: it need not wait for what NCCL does at an end
+                os._exit(_status(task, error))  # rank 0 waits for this process; skip NCCL's slow shutdown
     except Exception as error:
         return _status(task, error)
     return 0
@@ -377,12 +377,12 @@ def _follow_rank_0(task: Task, ranks: Ranks, checkpoint: str) -> None:
     try:
         follow(measured(runner, board, ranks, config.device), reader.take)
     finally:
-        runner.close()  # what has sums in it must go before the group does
+        runner.close()  # graphs that hold sums must be freed before the group ends
 
 
 def _status(task: Task, error: Exception) -> int:
-    """0 where rank 0 has ended, so that there is nobody to sum with; else 1, and why this rank ends is told; where, for
-    those who look for a mistake (--log-level debug)."""
+    """The exit status: 0 if rank 0 has ended, which explains the error; else 1, after logging the error (with a
+    traceback for --log-level debug)."""
     news, _, _ = select.select([sys.stdin], [], [], DISMISSED_WAIT_S)
     if news and not os.read(sys.stdin.fileno(), 1):
         return 0

@@ -1,7 +1,7 @@
-"""How many KV blocks the host's memory keeps, and the memory itself.
+"""How many KV blocks to keep in host memory, and allocating that memory.
 
-By default a GPU's worker takes a share of what is free on the host; on a CPU both tiers would be the same memory, so
-that there is none unless it is asked for. Must not know: the block manager, flags' parsing.
+By default a worker on a GPU takes a share of free host memory. On a CPU both tiers would be in the same memory, so
+there is no second tier unless it is asked for. Must not know: the block manager, flags' parsing.
 """
 
 import os
@@ -22,15 +22,15 @@ from octavo.worker.loading.memory import GIB, DoesNotFit, available_host_bytes
 log = structlog.get_logger(__name__)
 
 SHARE = 0.25  # of free host memory, for the workers of all GPUs together
-MOST_UNASKED_BYTES = 16 * GIB  # pinning takes a third of a second for a GiB, and more
-MOST_UNASKED_BLOCKS = 1 << 18  # of tiny models: a gateway that joins is told of each
+MOST_UNASKED_BYTES = 16 * GIB  # by default; pinning takes at least a third of a second for each GiB
+MOST_UNASKED_BLOCKS = 1 << 18  # by default, for tiny models: a gateway that joins is told of each block
 TOLD_EVERY_S = 0.2
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
 def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus: int, num_ranks: int = 1) -> int:
-    """Blocks to keep. host_kv_gib: as it was asked for, of all ranks together; None: the default. num_gpus: of this
-    host; 0: a CPU serves. block_bytes: of one rank's part. Raises DoesNotFit."""
+    """The number of blocks to keep. host_kv_gib: as asked for, over all ranks; None: the default. num_gpus: on this
+    host; 0 if the model runs on a CPU. block_bytes: of one rank's part. Raises DoesNotFit."""
     free_bytes = available_host_bytes()
     if host_kv_gib is None:
         unasked_bytes = min(int(SHARE * free_bytes) // num_gpus, MOST_UNASKED_BYTES) if num_gpus else 0
@@ -57,24 +57,24 @@ def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus:
 def allocate_host_blocks(
     host_kv_gib: float | None, block_bytes: int, device: torch.device, on_parts: OnParts, *, ranks: Ranks = ALONE
 ) -> HostBlocks | None:
-    """As `begin_host_blocks`, to the end."""
+    """`begin_host_blocks`, and wait for the result."""
     return begin_host_blocks(host_kv_gib, block_bytes, device, ranks=ranks).take(on_parts)
 
 
 def begin_host_blocks(
     host_kv_gib: float | None, block_bytes: int, device: torch.device, *, ranks: Ranks = ALONE
 ) -> "ComingHostBlocks":
-    """Begin to take the memory. ranks: of a group, which divide what is asked for: block_bytes is one rank's part of a
-    block. Raises DoesNotFit."""
+    """Start allocating the memory. host_kv_gib: over all ranks. block_bytes: of one rank's part of a block. Raises
+    DoesNotFit."""
     num_gpus = max(1, torch.cuda.device_count()) if device.type == "cuda" else 0
     wanted = host_blocks_wanted(host_kv_gib, block_bytes, num_gpus=num_gpus, num_ranks=ranks.size)
-    num_blocks = ranks.least(wanted)  # a block is the same on all
+    num_blocks = ranks.least(wanted)  # all ranks must have the same number of blocks
     return ComingHostBlocks(num_blocks, block_bytes, device, is_asked=host_kv_gib is not None, ranks=ranks)
 
 
 class ComingHostBlocks:
-    """Blocks in host memory whose pages a thread of its own touches, and pins for a GPU, while this one compiles
-    kernels: seconds of a start. is_asked: by somebody, not by default."""
+    """Blocks in host memory whose pages a separate thread touches, and pins for a GPU, while the calling thread
+    compiles kernels; this saves seconds. is_asked: whether the size was asked for rather than the default."""
 
     def __init__(
         self, num_blocks: int, block_bytes: int, device: torch.device, *, is_asked: bool, ranks: Ranks
@@ -84,11 +84,11 @@ class ComingHostBlocks:
         self._coming: Future[HostBlocks] = Future()
         self._parts = (0, -(-num_blocks * block_bytes // PART_BYTES))
         if num_blocks:
-            Thread(target=self._touch, name="host-memory", daemon=True).start()  # an end of the start waits for nothing
+            Thread(target=self._touch, name="host-memory", daemon=True).start()  # daemon: never delays an exit
 
     def take(self, on_parts: OnParts) -> HostBlocks | None:
-        """The memory, pinned for a GPU; None for none. Raises DoesNotFit, but where nobody asked for it goes on
-        without."""
+        """The memory, pinned for a GPU; None if there is none. If the system refuses it, raises DoesNotFit if it was
+        asked for, else returns None."""
         if not self._num_blocks:
             return None
         host, num_bytes = None, self._num_blocks * self._block_bytes
@@ -103,7 +103,7 @@ class ComingHostBlocks:
                 ) from error
             log.warning("host_memory_refused", num_bytes=num_bytes, error=str(error))
             host = None
-        if not self._ranks.least(int(host is not None)) or host is None:  # all ranks, or none
+        if not self._ranks.least(int(host is not None)) or host is None:  # all ranks or none
             return None
         log.info("host_memory_taken", num_blocks=host.num_blocks, num_bytes=host.num_bytes, is_pinned=host.is_pinned)
         return host
@@ -133,8 +133,8 @@ class ComingHostBlocks:
 
 @contextmanager
 def near(device: torch.device) -> Iterator[None]:
-    """This thread on the CPUs beside the device, where the system tells them: memory that is touched meanwhile lies on
-    their NUMA node."""
+    """Run this thread on the CPUs close to the device, if known, so that memory touched meanwhile is on their NUMA
+    node."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     beside = mine & cpus_beside(device) if mine else set()
     if not beside or beside == mine:
@@ -148,7 +148,7 @@ def near(device: torch.device) -> Iterator[None]:
 
 
 def cpus_beside(device: torch.device, devices: Path = _DEVICES) -> set[int]:
-    """Empty where that is not known."""
+    """The CPUs close to the device; empty if unknown."""
     if device.type != "cuda":
         return set()
     properties = torch.cuda.get_device_properties(device)
@@ -164,7 +164,7 @@ def cpus_beside(device: torch.device, devices: Path = _DEVICES) -> set[int]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """As the kernel writes them: 0-3,8. Raises ValueError."""
+    """Parses a CPU list as the Linux kernel writes it, such as "0-3,8". Raises ValueError."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

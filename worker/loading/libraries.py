@@ -1,9 +1,9 @@
-"""Reading a device's libraries before their kernels are asked for.
+"""Reads a device's libraries from disk before their kernels are needed.
 
-A CUDA library's file has hundreds of megabytes of kernels, of which the first call of each loads its own. On a machine
-that has not read the file yet, that is page after page from the disk, in the thread that waits for it, while the
-disk could have brought all of it at once. So threads read the files through while weights are loaded and kernels
-compiled. Where the system has them in memory already it costs a fraction of a second beside the start.
+A CUDA library's file contains hundreds of megabytes of kernels, and the first call of each kernel loads it. If the file
+is not in the page cache yet, the calling thread waits for the disk page by page, although the disk could deliver the
+whole file much faster. So threads read the files while weights are loaded and kernels compiled. If they are cached
+already, this takes a fraction of a second beside the rest of the start.
 
 Must not know: which of the kernels are needed.
 """
@@ -19,14 +19,14 @@ import structlog
 log = structlog.get_logger(__name__)
 
 LIBRARIES = ("libcublasLt.", "libcublas.", "libtorch_cuda.")
-"""What steps call, by how the files' names begin, the one with most kernels first."""
+"""Libraries that steps call, as prefixes of file names; the one with the most kernels first."""
 PART_BYTES = 16 << 20
 NUM_THREADS = 4
 _MAPS = Path("/proc/self/maps")
 
 
 def mapped_libraries(maps: Path = _MAPS) -> list[Path]:
-    """Those of LIBRARIES that this process has, as the system tells; none where it does not."""
+    """Files of those LIBRARIES that this process has mapped; empty if the system does not tell."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:
@@ -36,8 +36,8 @@ def mapped_libraries(maps: Path = _MAPS) -> list[Path]:
 
 
 def read_ahead(paths: Iterable[Path]) -> Thread:
-    """Begin to read the files; what cannot be read is left out. The thread ends when all is read, and never keeps the
-    process from ending."""
+    """Start reading the files; those that cannot be read are skipped. The thread ends when all is read, and does not
+    keep the process from ending."""
     thread = Thread(target=_read, args=(list(paths),), name="libraries", daemon=True)
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""A model that is ready to run, on any runner; and how the oracle gets there."""
+"""A model that is ready to run, on any runner; and loading of the oracle."""
 
 import hashlib
 import importlib.util
@@ -24,11 +24,11 @@ MOST_ORACLE_HOST_BLOCKS = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes. products: for
-    people, how matrices are multiplied; empty where there is nothing to say. notes: what an operator should know of the
-    model, for the log and the summary of the start. num_host_blocks, host_bytes, is_host_pinned: of the second tier.
-    max_copies_in: blocks that one plan may bring back from it. read_ranks: what each rank of a tensor-parallel group
-    measures of itself; None where there is one."""
+    """From which `worker.main` assembles an engine. fingerprint: raw bytes, root of the prefix hashes. products: for
+    people, how matrices are multiplied; may be empty. notes: what an operator should know about the model, for the log
+    and the summary of the start. num_host_blocks, host_bytes, is_host_pinned: of the second tier. max_copies_in: blocks
+    that one plan may copy back from it. read_ranks: reads what each rank of a tensor-parallel group measures; None with
+    a single rank."""
 
     runner: Runner
     card: ModelCard
@@ -48,7 +48,7 @@ class Loaded:
 
     @property
     def capacity(self) -> Capacity:
-        """What gateways know of the model."""
+        """The capacity that gateways are told."""
         return Capacity(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -59,12 +59,12 @@ class Loaded:
 
     @property
     def blocks_per_slot(self) -> int:
-        """Width of the block table: the longest request, less the last token, which needs no place."""
+        """Width of the block table: blocks of a request of max_model_len tokens."""
         return -(-self.scheduler.max_model_len // self.block_size)
 
 
 def model_len(config: WorkerConfig, described: Described) -> int:
-    """The context to serve. Raises CardError where more is asked for than the model has."""
+    """The context length to serve. Raises CardError if more is asked for than the model has."""
     wanted = config.max_model_len
     if wanted is not None and wanted > described.max_model_len:
         why = "".join(f" ({note})" for note in described.notes)
@@ -91,8 +91,8 @@ def scheduler_config(config: WorkerConfig, described: Described, *, max_in_fligh
 
 
 def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
-    """The oracle under any model's name: with the tokenizer of a local checkpoint folder where ``model`` is one (or
-    an embedded one's name), else with a tokenizer of its own. Imports no torch."""
+    """The oracle under any model's name: with the tokenizer of the checkpoint folder, if ``model`` is a local folder or
+    the name of an embedded one, else with its own. Imports no torch."""
     on_progress("reading_config", None, None)
     described = _describe_for_oracle(config)
     model = OracleModel(
@@ -134,11 +134,11 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
 
 
 Meanwhile = Callable[[Described], None]
-"""What a start does while it only waits, once it knows the checkpoint: while processes compile kernels."""
+"""What to do once the checkpoint is known, while the start only waits for processes that compile kernels."""
 
 
 def served_name(model: str) -> str:
-    """The name to serve a model by where none was given: a folder's last part, else as it is."""
+    """The name to serve a model by if none was given: the last part of a folder's path, else `model` itself."""
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
 
 

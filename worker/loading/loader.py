@@ -1,4 +1,4 @@
-"""From a worker's settings to a loaded model with a warm runner and a KV pool that fits.
+"""Turns a worker's settings into a loaded model, with a warmed-up runner and a KV pool that fits.
 
 Knows torch and the model, and nothing of sockets or requests.
 """
@@ -81,10 +81,10 @@ def load_torch(
     wrap: Callable[[WarmRunner], WarmRunner] = lambda runner: runner,
     meanwhile: Meanwhile = lambda described: None,
 ) -> Loaded:
-    """Resolve (download), load, size the pool, warm up. ranks: of a tensor-parallel group, whose others do all but the
-    warm-up by `prepare`. wrap: makes the runner that is driven, the warm-up's steps included. Raises
-    model.CheckpointError, worker.loading.memory.DoesNotFit, worker.loading.model_card.CardError,
-    model.cache_folder.CacheUnusable, ValueError."""
+    """Resolve (download) the checkpoint, load it, size the pool, warm up. ranks: of a tensor-parallel group; its other
+    ranks call `prepare`, which does all but the warm-up. wrap: called with the runner; what it returns runs all steps,
+    the warm-up included. Raises model.CheckpointError, worker.loading.memory.DoesNotFit,
+    worker.loading.model_card.CardError, model.cache_folder.CacheUnusable, ValueError."""
     prepared = prepare(config, on_progress, ranks=ranks, meanwhile=meanwhile)
     model, described, scheduler = prepared.model, prepared.described, prepared.scheduler
     runner = wrap(prepared.runner)
@@ -127,7 +127,7 @@ def prepare(
     ranks: Ranks = ALONE,
     meanwhile: Meanwhile = lambda described: None,
 ) -> Prepared:
-    """`load_torch` up to the first step. Raises what it raises."""
+    """`load_torch` up to the first step. Raises the same errors."""
     check_deterministic(config)
     has_cuda_runner = wants_cuda_runner(config)
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def prepare(
         model = _load_weights(config, folder, on_progress, ranks, max_model_len=max_model_len)
         runner: WarmRunner
         if has_cuda_runner:
-            from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
+            from octavo.worker.runners.cuda.loading import make_cuda_runner  # imports triton
 
             runner = make_cuda_runner(
                 config,
@@ -169,8 +169,8 @@ def prepare(
 
 
 def _num_threads(config: WorkerConfig, ranks: Ranks) -> int:
-    """Those that were asked for, else this rank's part of the cores: torch counts all that it sees, of which a
-    container's quota may leave fewer."""
+    """The threads asked for, else this rank's share of the usable cores: a container's quota may allow fewer than torch
+    counts."""
     if config.num_threads is not None:
         return config.num_threads
     cores = torch.get_num_threads()
@@ -188,7 +188,7 @@ def _device(config: WorkerConfig, model: CausalLM) -> str:
 
 
 def _cache_notes(config: WorkerConfig) -> tuple[str, ...]:
-    """What this worker does without, for want of a compiler or of a folder that it can write, in sentences."""
+    """What this worker lacks for want of a compiler or a writable folder, in sentences."""
     if not wants_cuda_runner(config):
         why = why_missing() if torch.device(config.device).type == "cpu" else None
         return () if why is None else (f"steps run on torch alone, which is slower: {why}",)
@@ -257,7 +257,7 @@ def _load_weights(
         fold_cache_scales(model)
     on_progress("packing_weights", None, None)
     if is_deterministic and not has_cuda_runner:
-        # Of the longest request, with one token more: a step that runs ahead has it.
+        # Positions of the longest request and one more, for a step that runs ahead.
         make_invariant(model, max_positions=max_model_len + 1, wanted=wanted)
     elif not has_cuda_runner:  # the CUDA runner packs them itself
         model.pack_weights(wanted)
@@ -279,7 +279,7 @@ def _wake_compiler(device: torch.device) -> None:
 
 
 def _fork_compilers(ranks: Ranks) -> CompilerProcesses | None:
-    import octavo.worker.runners.cuda.loading  # noqa: F401  (every kernel: the forks have them, too)
+    import octavo.worker.runners.cuda.loading  # noqa: F401  (imports every kernel, so that the forks have them too)
     from octavo.model.kernels.precompile import help_compiling, wake_helper
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -308,7 +308,7 @@ def _make_torch_runner(
         memory_fraction=config.memory_fraction,
         kv_dtype=kv_dtype,
     )
-    # A block is the same on every rank.
+    # All ranks must have the same number of blocks.
     num_blocks = model.ranks.least(size_pool(needs, num_blocks=config.num_blocks))
     log.info(
         "kv_pool_sized",
@@ -343,8 +343,8 @@ def _numerics_limit(config: WorkerConfig, model: CausalLM) -> float | None:
 
 
 def _fingerprint(config: WorkerConfig, model: CausalLM) -> bytes:
-    """Workers whose weights are rounded differently must not pass for the same model; nor deterministic ones, which
-    promise the same tokens, where their sums are rounded differently."""
+    """Workers whose weights are rounded differently must not count as the same model; nor must deterministic ones,
+    which promise the same tokens, if their sums are rounded differently."""
     is_deterministic = config.deterministic is Deterministic.ON
     order_of_sums = arithmetic(model.device).encode() if is_deterministic else b""
     roundings = rounding_of(config.quantization, model.device), rounding_of_cache(config.kv_cache_dtype)

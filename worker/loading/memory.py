@@ -1,4 +1,4 @@
-"""How many KV blocks fit: arithmetic on bytes, which are asked of the system and the model.
+"""How many KV blocks fit: arithmetic on byte counts of the system and the model.
 
 Must not know: the block manager, flags' parsing.
 """
@@ -20,26 +20,26 @@ from octavo.model.layers.linear import Linear
 
 GIB = 1 << 30
 RESERVE_BYTES = 256 << 20
-"""Left alone besides everything that is accounted for: allocator slack, the interpreter, other libraries."""
+"""Left free for what is not accounted for: allocator slack, the interpreter, other libraries."""
 MOST_BLOCKS = 1 << 24
-"""Of a pool that takes all there is: each takes some 200 bytes of the host's memory. A block of the smallest models
-takes 80 KB, so that this is more than a terabyte."""
+"""Limit of a pool that takes all spare memory, since each block takes some 200 bytes of host memory. A block of the
+smallest models takes 80 KB, so that this is more than a terabyte."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT_BYTES = 128 << 20
-"""Tensors of a step of 2,048 tokens, logits of 200 rows; what is larger goes back."""
+"""Enough for tensors of a step of 2,048 tokens, or logits of 200 rows; larger ones are returned to the system."""
 _CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_FRACTION = 0.95
 
 
 class SpareMemory(Enum):
-    """What becomes of memory that all requests together could never fill with blocks of their own."""
+    """What to do with memory beyond what all requests together could ever fill with blocks of their own."""
 
     LEFT = "left"  # to other programs on this machine
     TAKEN = "taken"  # for cached prefixes: no other program uses the device
 
 
 class DoesNotFit(Exception):
-    """The KV pool cannot be made. The message has three lines: what, with which numbers, what to change."""
+    """The KV pool cannot be created. The message has three lines: what is wrong, the numbers, what to change."""
 
     def __init__(self, what: str, numbers: str, change: str) -> None:
         super().__init__(f"{what}\n{numbers}\n{change}")
@@ -48,11 +48,11 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """The memory of one device and what needs it, all ranks that share it. Bytes, unless the name says otherwise.
+    """The memory of one device and what needs it, over all ranks that share it.
 
-    available_bytes: free after the weights are loaded. weights_bytes: what the weights took.
-    activation_bytes: worst step. block_bytes: one block over all layers.
-    memory_fraction: of what was free before loading, for weights, activations and blocks together.
+    available_bytes: free after the weights are loaded. weights_bytes: taken by the weights.
+    activation_bytes: of the largest step. block_bytes: of one block over all layers.
+    memory_fraction: share of what was free before loading, for weights, activations, reserve and blocks together.
     """
 
     available_bytes: int
@@ -68,7 +68,7 @@ class MemoryNeeds:
 
     @property
     def budget_bytes(self) -> int:
-        """What this worker may take in all."""
+        """What this worker may take in total."""
         return int(self.memory_fraction * self.before_loading_bytes)
 
     @property
@@ -88,9 +88,9 @@ class MemoryNeeds:
 
 
 def size_pool(needs: MemoryNeeds, *, num_blocks: int | None = None) -> int:
-    """The number of blocks: as asked for, or as many as the budget holds, but where spare memory is left no more than
-    all requests together could ever fill. Raises DoesNotFit where a single request of max_model_len would not fit, or
-    the memory is not there."""
+    """The number of blocks: as asked for, or as many as the budget holds (with SpareMemory.LEFT, at most as many as all
+    requests together could fill). Raises DoesNotFit if a request of max_model_len tokens would not fit in the budget,
+    or there is too little memory for what was asked for."""
     if num_blocks is None:
         return _blocks_in_budget(needs)
     _check_asked(needs, num_blocks)
@@ -120,7 +120,7 @@ def _over_budget(needs: MemoryNeeds, room_bytes: int) -> DoesNotFit:
 
 
 def _advice(needs: MemoryNeeds, room_bytes: int) -> str:
-    """What would make it fit, as flags with values that do."""
+    """Flags, with values, that would make it fit."""
     tries = []
     wanted_bytes = needs.fixed_bytes + needs.blocks_per_request * needs.block_bytes
     fraction = math.ceil(100 * wanted_bytes / max(needs.before_loading_bytes, 1)) / 100
@@ -155,7 +155,7 @@ def _check_asked(needs: MemoryNeeds, num_blocks: int) -> None:
 
 
 def _round_down(tokens: int) -> int:
-    """To a multiple of 256 where there is one, since people read it."""
+    """Rounded down to a multiple of 256, for readability; unchanged below 256."""
     return tokens // 256 * 256 or tokens
 
 
@@ -164,8 +164,8 @@ def _gib(num_bytes: int) -> str:
 
 
 def available_host_bytes(cgroup: Path = _CGROUP) -> int:
-    """Free memory for a process on this host: what the kernel calls available, or what the container's limit leaves,
-    the smaller of the two."""
+    """Free memory for a process on this host: the smaller of what the kernel reports as available and what the
+    container's limit leaves."""
     available = int(psutil.virtual_memory().available)
     if (cgroup / "memory").is_dir():  # the first version of cgroups
         cgroup /= "memory"
@@ -179,7 +179,7 @@ def available_host_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or it says "max"."""
+    """The number in a file; None if there is no such file, or it says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -187,7 +187,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _given_back(path: Path, name: str) -> int:
-    """Bytes of page cache that the kernel gives back before it refuses memory."""
+    """Bytes of page cache that the kernel reclaims before it refuses memory."""
     try:
         fields = dict(line.split() for line in path.read_text().splitlines())
         return int(fields.get(name, 0))
@@ -197,15 +197,15 @@ def _given_back(path: Path, name: str) -> int:
 
 def prefer_huge_pages() -> None:
     """Let torch put large CPU tensors into 2 MB pages: reading weights is up to a tenth faster (bench/RESULTS.md). Call
-    it before the first large tensor is made; a value that is set already is kept."""
+    it before the first large tensor is created. Keeps the variable if it is set already."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next one. It would give tensors of some MB back each time, and
-    the system hand their pages out again, zeroed: 4 % of a step of 32 rows on two cores (bench/RESULTS.md). To be
-    called once the weights are there: what loading them freed has gone back by then. glibc's; elsewhere it does
-    nothing."""
+    """Let the C library keep what a step frees for the next one. By default it returns tensors of some MB to the system
+    each time, which zeroes their pages before it hands them out again: 4 % of a step of 32 rows on two cores
+    (bench/RESULTS.md). Call it after the weights are loaded, when what loading freed has been returned. Only with
+    glibc; elsewhere a no-op."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
@@ -222,8 +222,8 @@ def memory_needs(
     memory_fraction: float,
     kv_dtype: torch.dtype | None = None,
 ) -> MemoryNeeds:
-    """Ask once, after the weights are loaded and packed and before the pool is made; of ranks on CPUs, after those of
-    all are: what they share is asked for all of them. kv_dtype None: the model's."""
+    """Call after the weights are loaded and packed, and before the pool is created. Ranks on CPUs share the memory, so
+    the needs of all of them are counted, and all must have loaded their weights. kv_dtype None: the model's."""
     num_ranks = model.ranks.size if model.device.type == "cpu" else 1
     step_bytes = activation_bytes(
         model.config, dtype=model.dtype, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
@@ -249,15 +249,15 @@ def available_bytes(device: torch.device) -> int:
 
 
 def weights_bytes(model: CausalLM) -> int:
-    """Parameters (shared ones once), buffers and packed copies."""
+    """Bytes of parameters (shared ones once), buffers and packed copies."""
     tensors = (*model.parameters(), *model.buffers())
     packed_bytes = sum(module.packed_bytes for module in model.modules() if isinstance(module, Linear))
     return packed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def activation_bytes(config: ModelConfig, *, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
-    """The most that one step holds besides weights and pool, estimated from the shapes that live at the same time:
-    the stream and its copies, QKV with its rotated copy (and one with normalised heads), gate and up with their
+    """The most that one step holds besides weights and pool, estimated from the tensors that live at the same time: the
+    residual stream and its copies, QKV with its rotated copy (and one with normalised heads), gate and up with their
     product, fp32 logits of every row with two temporaries of the sampler."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     copies = 6 if config.family.has_qk_norm else 4

@@ -1,4 +1,4 @@
-"""What gateways must know of a model, read from its checkpoint folder: the ModelCard and the tokenizer's files.
+"""What gateways must know about a model, read from its checkpoint folder: the ModelCard and the tokenizer's files.
 
 Only small JSON files are read. No torch: a worker with the oracle runner describes a model too.
 """
@@ -25,36 +25,36 @@ SAMPLING_DEFAULTS = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (math.nextafter(1e-6, 1.0), 100.0),
 }
-"""What of generation_config.json a request inherits, and the lowest and highest value, as the contract has them for a
-request; a top_k of -1 keeps all tokens, as 0 does there."""
+"""The fields of generation_config.json that a request inherits, with the lowest and highest value that the API allows
+in a request; here a top_k of -1 keeps all tokens, as 0 does in a request."""
 _POSITION = re.compile(r" at line \d+ column \d+")
-# tokenizer.json holds what these hold; they would only make the bundle larger.
+# tokenizer.json contains all of these; they would only make the bundle larger.
 _OLD_FORMAT = {"vocab.json", "merges.txt", "added_tokens.json"}
 
 _TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
-"""Where transformers 5 keeps templates that have names."""
+"""Where transformers 5 keeps named templates."""
 
 MOST_IDS = 1 << 24
 MOST_POSITIONS = 1 << 24
 DEFAULT_POSITIONS = 32_768
-"""Where config.json says none, as model.config and transformers have it."""
+"""The default if config.json gives none, as in model.config and transformers."""
 MOST_FILE_BYTES = 256 << 20
-"""Of a tokenizer's file; Qwen2.5's largest has 11 MB."""
+"""Size limit of a tokenizer's file; Qwen2.5's largest has 11 MB."""
 
 Json = dict[str, Any]
 
 
 class CardError(Exception):
-    """A checkpoint folder whose JSON files do not describe a model that can be served; names file and field."""
+    """A checkpoint folder's JSON files do not describe a model that can be served; names file and field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A checkpoint folder without its weights.
+    """A checkpoint folder, apart from its weights.
 
     vocab_size: ids that the tokenizer knows (highest id + 1), not the embedding's rows.
-    max_model_len: positions that the model was made for, YaRN included. notes: for the operator.
+    max_model_len: positions that the model supports, YaRN included. notes: for the operator.
     """
 
     files: dict[str, bytes]
@@ -75,7 +75,7 @@ class Described:
         tensor_parallel_size: int = 1,
         kv_cache_dtype: str = "auto",
     ) -> ModelCard:
-        """The card under the name that it is served by."""
+        """The model's card. name: that it is served by."""
         return ModelCard(
             name=name,
             fingerprint=fingerprint,
@@ -122,8 +122,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files that gateways need to tokenize and to render chats. Raises CardError without a tokenizer.json, or where
-    a template is no text."""
+    """The files that gateways need to tokenize and to render chats, by name. Raises CardError if there is no
+    tokenizer.json, or the template is not UTF-8."""
     found = {name: _read_file(folder, name) for name in BUNDLE_FILES if name not in _OLD_FORMAT}
     files = {name: content for name, content in found.items() if content is not None}
     if "tokenizer.json" not in files:
@@ -151,41 +151,41 @@ def tokenizer_vocab_size(tokenizer_json: bytes) -> int:
 
 
 def check_tokenizer(tokenizer_json: bytes, path: Path) -> None:
-    """That the library of gateways can load it; they could serve token ids alone. It is asked without the vocabulary
-    and its merges, which take it half a second to load, unless they do not fit together: why, it says itself. path: to
-    be named. Raises CardError."""
+    """Raises CardError if the tokenizers library cannot load it: gateways could then serve only token ids. Loads it
+    without vocabulary and merges, which take half a second, unless these do not fit together; then the library says
+    why. path: for the message."""
     content = msgspec.json.decode(tokenizer_json)
     if _fits_together(content["model"]):
         content["model"] |= {"vocab": {}} | ({"merges": []} if "merges" in content["model"] else {})
     try:
         Tokenizer.from_str(msgspec.json.encode(content).decode())
     except Exception as error:  # the library raises bare Exception
-        why = _POSITION.sub("", str(error))  # of what it was given here
+        why = _POSITION.sub("", str(error))  # a position in the text made here, not in the file
         raise CardError(f"{path} cannot be loaded by tokenizers {version('tokenizers')}: {why[:200]}") from None
 
 
 def _fits_together(model: Json) -> bool:
-    """Whether ids are numbers, and the two parts of every merge and what it makes of them are in the vocabulary, as in
-    most of BPE's. False where that is not plain: with a prefix before every token but a word's first, say."""
+    """Whether ids are numbers, and both parts of every merge and its result are in the vocabulary, as in most BPE
+    tokenizers. False if that is not obvious, as with a prefix before every token except a word's first."""
     vocab, merges = model["vocab"], model.get("merges", [])
     try:
         pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]
         are_known = all(left in vocab and right in vocab and left + right in vocab for left, right in pairs)
-    except (TypeError, ValueError):  # no list of pairs of texts
+    except (TypeError, ValueError):  # not a list of pairs of texts
         return False
     return are_known and isinstance(merges, list) and all(type(each) is int and each >= 0 for each in vocab.values())
 
 
 def context_len(config: Mapping[str, Any]) -> int:
-    """Positions to serve. YaRN (rope_scaling of type yarn) extends a model's own by its factor; a model that needs
-    attention in two chunks beyond some length is served up to there. Raises CardError."""
+    """Positions to serve. YaRN (rope_scaling of type yarn) extends a model's own by its factor; a model that needs dual
+    chunk attention beyond some length is served up to there. Raises CardError."""
     cap = dual_chunk_len(config)
     return min(_positions(config), cap) if cap is not None else _positions(config)
 
 
 def dual_chunk_len(config: Mapping[str, Any]) -> int | None:
-    """How far a model with dual_chunk_attention_config (Qwen2.5-1M) goes without that attention, which there is none
-    of here; None for every other model. Raises CardError."""
+    """Positions that a model with dual_chunk_attention_config (Qwen2.5-1M) supports without that attention, which is
+    not implemented here; None for every other model. Raises CardError."""
     dual_chunk = config.get("dual_chunk_attention_config")
     if dual_chunk is None:
         return None
@@ -229,15 +229,17 @@ def _positions(config: Mapping[str, Any]) -> int:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """A number of tokens, not more than float32 angles keep apart."""
+    """Whether it is a number of tokens, up to MOST_POSITIONS, beyond which float32 angles do not tell positions
+    apart."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_POSITIONS
 
 
 def end_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], of_tokenizer: int | None = None, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """EOS ids: generation_config.json's list where it has one, else config.json's, then the tokenizer's own; in their
-    order, each once. A chat model that was trained from a base model often has the base model's in both files."""
+    """EOS ids: those of generation_config.json if it has any, else config.json's; then the tokenizer's own; in that
+    order, each once. The tokenizer's is needed since a chat model trained from a base model often has the base model's
+    id in both files. Raises CardError."""
     of_generation, of_config = generation.get("eos_token_id"), config.get("eos_token_id")
     found, file = (of_config, "config.json") if of_generation is None else (of_generation, "generation_config.json")
     ids = found if isinstance(found, list) else [] if found is None else [found]
@@ -258,7 +260,7 @@ class _AddedTokens(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTokens:
-    """What tokenizer_config.json says of tokens. end: the id of its eos_token, None where that is none of
+    """What tokenizer_config.json says about tokens. end: the id of its eos_token; None if that is not one of
     tokenizer.json's added tokens. strangers: added tokens that tokenizer.json lacks."""
 
     end: int | None
@@ -266,7 +268,7 @@ class NamedTokens:
 
 
 def named_tokens(files: Mapping[str, bytes]) -> NamedTokens:
-    """Raises CardError."""
+    """Read them from the tokenizer's files. Raises CardError."""
     config, tokens_map = (
         _json_object(name, files.get(name, b"{}")) for name in ("tokenizer_config.json", "special_tokens_map.json")
     )
@@ -283,7 +285,7 @@ def named_tokens(files: Mapping[str, bytes]) -> NamedTokens:
 
 
 def token_notes(strangers: tuple[str, ...], eos_token_ids: tuple[int, ...]) -> tuple[str, ...]:
-    """What an operator should know of the tokens."""
+    """What an operator should know about the tokens."""
     notes = []
     if strangers:
         listed = ", ".join(map(repr, strangers[:3])) + (", …" if len(strangers) > 3 else "")
@@ -299,14 +301,15 @@ def token_notes(strangers: tuple[str, ...], eos_token_ids: tuple[int, ...]) -> t
 
 
 def template_notes(folder: Path) -> tuple[str, ...]:
-    """What an operator should know of the chat templates."""
+    """What an operator should know about the chat templates."""
     if not (folder / MORE_TEMPLATES).is_dir():
         return ()
     return (f"{MORE_TEMPLATES} is not read: every chat is written by {_TEMPLATE} or tokenizer_config.json",)
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """What generation_config.json recommends; do_sample false means greedy. Raises CardError."""
+    """The sampling parameters that generation_config.json recommends; do_sample false means greedy. Raises
+    CardError."""
     chosen = {}
     for name, (low, high) in SAMPLING_DEFAULTS.items():
         value = generation.get(name)
@@ -324,7 +327,7 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _parse_json(folder: Path, name: str) -> Json | None:
-    """None where the file is not there."""
+    """The object in a JSON file; None if there is no such file. Raises CardError."""
     text = _read_file(folder, name)
     return None if text is None else _json_object(str(folder / name), text)
 

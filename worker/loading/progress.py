@@ -1,4 +1,4 @@
-"""How far the start is: one call per stage and step of it, for a listener to show."""
+"""Progress of the start: one call for each stage and each step in it, for a listener to show."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 OnProgress = Callable[[str, int | None, int | None], None]
-"""Called with (stage, done, total); None where there is nothing to count."""
+"""Called with (stage, done, total); done and total are None if there is nothing to count."""
 
 MIN_INTERVAL_S = 0.2
 IN_BYTES = frozenset({"downloading", "loading_weights"})
@@ -16,7 +16,8 @@ IN_BYTES = frozenset({"downloading", "loading_weights"})
 
 
 class LoggedProgress:
-    """Writes progress as log lines (event: the stage; done, total, unit), at most a few a second of one stage."""
+    """Writes progress as log lines (event: the stage; done, total, unit), for one stage at most one each
+    MIN_INTERVAL_S, besides the last."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,5 +38,5 @@ class LoggedProgress:
 
 
 def staged(stage: str, on_progress: OnProgress) -> Callable[[int, int | None], None]:
-    """For a part that knows no stages: called with (done, total), it reports them of this stage."""
+    """For code that knows no stages: a function that reports (done, total) for this stage."""
     return lambda done, total: on_progress(stage, done, total)

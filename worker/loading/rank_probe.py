@@ -1,5 +1,5 @@
-"""Can ranks of this machine reach each other, and how fast is a sum over them: what `octavo doctor` asks before a model
-is cut. Starts a process for each rank, as a group does, and measures the sums of a decode step and of a prompt.
+"""Whether ranks on this machine can reach each other, and how fast a sum over them is; for `octavo doctor`, before a
+model is divided. Starts a process for each rank, as a group does, and times the sums of a decode step and of a prompt.
 
 Must not know: models, workers.
 """
@@ -22,7 +22,7 @@ from octavo.wire.host import die_with
 from octavo.wire.run_dir import temporary_folder
 
 WIDTH = 8192
-"""Values of a token's hidden states, as the largest models that are cut have them."""
+"""Hidden size: that of the largest models that are divided among ranks."""
 
 NUM_TOKENS = 512
 _NUM_SUMS = 20
@@ -31,13 +31,13 @@ _TELLS = "octavo-rank-probe "
 
 
 class RanksApart(RuntimeError):
-    """The ranks did not find each other, or could not add; says which rank said what."""
+    """The ranks did not find each other, or could not sum; the message names the rank and its error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Medians of the slowest rank. transport: gloo or nccl. token_s: a sum of the hidden states of one token.
-    prompt_s: of NUM_TOKENS tokens. dtype_bytes: of a value."""
+    """Medians of the slowest rank. transport: gloo or nccl. token_s: to sum the hidden states of one token. prompt_s:
+    those of NUM_TOKENS tokens. dtype_bytes: bytes of a value."""
 
     transport: str
     token_s: float
@@ -46,12 +46,12 @@ class ProbeResult:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of a prompt's hidden states, through a sum."""
+        """Bytes of a prompt's hidden states that are summed in a second."""
         return NUM_TOKENS * WIDTH * self.dtype_bytes / self.prompt_s
 
 
 def probe_ranks(size: int, *, device: str, timeout_s: float = 60.0) -> ProbeResult:
-    """Start the ranks, measure, end them. device: "cpu" or "cuda", where rank n takes device n. Raises RanksApart."""
+    """Start the ranks, measure, end them. device: "cpu", or "cuda": rank n uses device n. Raises RanksApart."""
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder("octavo-probe-"))
         asking = stack.enter_context(ThreadPoolExecutor(size))
@@ -67,7 +67,7 @@ def probe_ranks(size: int, *, device: str, timeout_s: float = 60.0) -> ProbeResu
         answers = [
             asking.submit(_result_of, process, rank, size, deadline_s, timeout_s) for rank, process in enumerate(ranks)
         ]
-        found = [answer.result() for answer in as_completed(answers)]  # the first that fails: others wait for it
+        found = [answer.result() for answer in as_completed(answers)]  # raises the first failure: others wait for it
     return ProbeResult(
         transport=found[0].transport,
         token_s=max(each.token_s for each in found),
@@ -91,7 +91,7 @@ def _result_of(
 
 
 def _measure(ranks: Ranks, device: torch.device) -> ProbeResult:
-    """On one rank, while the others do the same."""
+    """Measure on one rank, while the others do the same."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def median_s(num_tokens: int) -> float:
@@ -115,7 +115,7 @@ def _measure(ranks: Ranks, device: torch.device) -> ProbeResult:
 
 
 def main(words: str) -> int:
-    """One rank. Prints what it measured."""
+    """Run one rank and print what it measured. Returns its exit status."""
     task = json.loads(words)
     die_with(task["parent"])
     torch.set_num_threads(1)

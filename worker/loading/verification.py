@@ -1,8 +1,8 @@
-"""What a loaded runner gives for known tokens: the log-probabilities that `octavo verify` compares with transformers.
+"""Log-probabilities that a loaded runner computes for known tokens, for `octavo verify` to compare with transformers.
 
-The plans are those of a service: prompts whole, in chunks, among decodes; rows alone and together; pieces of text at
-positions up to the end of the context. Such a piece stands behind a context that repeats one short text: the columns of
-its block table point to the same few blocks, so that a context of any length costs one chunk of computing.
+The plans are like a service's: prompts whole, in chunks, among decodes; rows alone and together; pieces of text at
+positions up to the end of the context. Such a piece follows a context that repeats one short text: the columns of its
+block table point to the same few blocks, so that a context of any length costs as much to compute as the short text.
 
     positions    0 … 63 | 64 … start - 1            | start … end of the context
     blocks       a b c d | a b c d a b c d … a b c d | blocks of their own
@@ -28,7 +28,7 @@ PIECE_DECODES = 8
 
 
 def blocks_wanted(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, block_size: int) -> int:
-    """Blocks that a pool needs for `serve_known_tokens`."""
+    """Number of blocks that the pool needs for `serve_known_tokens`."""
     together = sum(-(-(len(prompt) + max_new_tokens) // block_size) + 1 for prompt in prompts)
     long = -(-(LONG_TEXT + SHARED_TOKENS + PIECE_TOKENS + PIECE_DECODES) // block_size) + 4
     return max(together, long)
@@ -37,7 +37,7 @@ def blocks_wanted(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, bloc
 def serve_known_tokens(
     runner: WarmRunner, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, max_batch_tokens: int
 ) -> list[ServedSequence]:
-    """Run everything; each sequence names what it checks. prompts: shorter than half of the context."""
+    """Run all checks; each sequence names its check. prompts: token ids, each shorter than half of the context."""
     feeder = _Feeder(runner, max_batch_tokens)
     longest = runner.config.max_model_len
     text = _text(prompts, min(LONG_TEXT, longest - 1))
@@ -57,7 +57,7 @@ def _chunks() -> str:
 
 
 def _text(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """All prompts behind one another, as often as it takes."""
+    """All prompts one after another, repeated up to num_tokens."""
     return [token for token, _ in zip(cycle(token for prompt in prompts for token in prompt), range(num_tokens))]
 
 
@@ -70,7 +70,8 @@ def _cycle_lens(num_tokens: int) -> list[int]:
 
 
 def _ends(longest: int) -> list[int]:
-    """Where pieces end: at powers of two times four, and at the end of the context; none in one that is too short."""
+    """Where pieces end: at the last three of 128, 512, 2,048 and so on below the end of the context, and at that end.
+    Leaves out ends that are too near the beginning; empty if the context is too short."""
     least = SHARED_TOKENS + 2 * (PIECE_TOKENS + PIECE_DECODES)
     ends = [1 << exponent for exponent in range(7, 40, 2) if least <= 1 << exponent < longest]
     return [*ends[-3:], longest] if longest >= least else []
@@ -90,7 +91,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Feeder:
-    """Gives plans to an idle runner, and its blocks out in a shuffled order."""
+    """Runs plans on an idle runner; allocates its blocks in a shuffled order."""
 
     runner: WarmRunner
     max_batch_tokens: int
@@ -98,7 +99,7 @@ class _Feeder:
     _free: list[int] = field(default_factory=list)
 
     def score(self, check: str, mode: str, ids: list[int], chunk_lens: Sequence[int]) -> ServedSequence:
-        """One sequence, every position of which is scored."""
+        """Score every position of one sequence."""
         self._reset()
         new = self._new_request(0, ids, prompt_scores=True)
         updates = self._deal(0, 0, len(ids))
@@ -113,7 +114,7 @@ class _Feeder:
         return served
 
     def decode(self, check: str, mode: str, prompts: Sequence[Sequence[int]], num_new: int) -> list[ServedSequence]:
-        """All prompts in as few steps as they fit in, then their greedy continuations as one batch."""
+        """Run all prompts, as many in a step as fit, then decode their greedy continuations as one batch."""
         self._reset()
         rows = {slot: self._row(check, mode, prompt) for slot, prompt in enumerate(prompts)}
         for group in _groups(prompts, self.max_batch_tokens):
@@ -125,19 +126,19 @@ class _Feeder:
     def decode_among_prompts(
         self, check: str, mode: str, prompts: Sequence[Sequence[int]], num_new: int
     ) -> list[ServedSequence]:
-        """A prompt a step, while those before it decode; each gets num_new tokens."""
+        """Run one prompt per step, while those before it decode; each gets num_new tokens."""
         self._reset()
         rows = {slot: self._row(check, mode, prompt) for slot, prompt in enumerate(prompts)}
         for slot, row in rows.items():
             while row.length + len(rows) > self.max_batch_tokens and row.length > 1:
-                row.ids.pop()  # a prompt that no step has room for beside the others
+                row.ids.pop()  # shorten the prompt until a step has room for it beside the others
             self._start(rows, [slot], num_new, self._unfinished(rows, range(slot), num_new))
         while unfinished := self._unfinished(rows, rows, num_new):
             self._decode(rows, unfinished)
         return [row.served for row in rows.values()]
 
     def score_far(self, check: str, mode: str, text: list[int], end: int) -> ServedSequence:
-        """A piece of text whose last token is at position end - 1, behind a context of one text over and over."""
+        """Score a piece of text whose last token is at position end - 1, after a context that repeats one text."""
         self._reset()
         size = self.runner.config.block_size
         num_shared = -(-SHARED_TOKENS // size) * size
@@ -180,7 +181,7 @@ class _Feeder:
     # ------------------------------------------------------------ steps
 
     def _start(self, rows: dict[int, _Row], slots: Sequence[int], num_new: int, decoding: list[int]) -> None:
-        """Prompts of these slots whole in one step, among decodes."""
+        """Run the whole prompts of these slots in one step, among decodes. decoding: the slots that decode."""
         new_requests = [self._new_request(slot, rows[slot].ids, prompt_scores=False) for slot in slots]
         updates = [each for slot in slots for each in self._deal(slot, 0, rows[slot].length + num_new)]
         chunks = [Chunk(slot=Slot(slot), start=0, num_tokens=rows[slot].length, is_last=True) for slot in slots]
@@ -194,7 +195,7 @@ class _Feeder:
             self._take(rows[slot], result, index)
 
     def _take(self, row: _Row, result: StepResult, index: int) -> None:
-        """A sampled token, with the runner's scores."""
+        """Append the sampled token of row `index` of the result, with its scores."""
         score = _sampled_score(result, index, row.length - 1)
         row.served.scores.append(_moved(score, row.served.start - row.served.num_shared))
         row.ids.append(int(result.tokens_S[index]))
@@ -241,7 +242,7 @@ class _Feeder:
         )
 
     def _deal(self, slot: int, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Blocks of their own for the positions from start to end."""
+        """Allocate blocks for positions start to end; returns (slot, column, block) of each."""
         size = self.runner.config.block_size
         return [(slot, column, self._free.pop()) for column in range(start // size, -(-end // size))]
 
@@ -250,7 +251,7 @@ class _Feeder:
 
 
 def _spans(chunk_lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of each chunk, cut where it is more than a step takes."""
+    """(start, length) of each chunk, split if it is longer than `most`."""
     start = 0
     for length in chunk_lens:
         for offset in range(0, length, most):
@@ -259,7 +260,7 @@ def _spans(chunk_lens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _groups(prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
-    """Prompts by index, as many as a step takes together."""
+    """Indices of prompts, in groups of at most `most` tokens in total."""
     group: list[int] = []
     for index, prompt in enumerate(prompts):
         if group and sum(len(prompts[each]) for each in group) + len(prompt) > most:
@@ -274,7 +275,7 @@ def _filled(text: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def _prompt_scores(result: StepResult, chunk: Chunk) -> list[TokenScore]:
-    """result: of a step with this one chunk."""
+    """The prompt's scores of a step with just this chunk."""
     return [_score(each, chunk.start + index) for index, each in enumerate(result.prompt_logprobs.get(0, ()))]
 
 
@@ -291,6 +292,6 @@ def _score(logprobs: SlotLogprobs, after: int) -> TokenScore:
 
 
 def _moved(score: TokenScore, by: int) -> TokenScore:
-    """A score by index into the sequence's tokens, from one by position."""
+    """The score with `by` subtracted from its position: turns a position into an index of the sequence's tokens."""
     return TokenScore(after=score.after - by, token_ids=score.token_ids, logprobs=score.logprobs,
                       chosen_logprob=score.chosen_logprob, sampled=score.sampled)  # fmt: skip

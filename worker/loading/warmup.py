@@ -1,7 +1,7 @@
-"""Steps that run before the first request, so that libraries compile and cache their kernels and pages of the weights
+"""Steps that run before the first request, so that libraries compile and cache their kernels, and pages of the weights
 and of the pool are touched.
 
-Run on an idle runner whose pool is empty: the blocks that it writes are read by no request.
+Run on an idle runner whose pool is empty: no request will read the blocks that are written.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ class WarmConfig(Protocol):
 
 
 class WarmRunner(Runner, Protocol):
-    """A runner that has such a configuration, and measures copies between the tiers, if there are two. max_chunks: of a
-    step, None for any number."""
+    """A runner that has such a configuration, and measures copies between the tiers, if there are two. max_chunks: in
+    one step; None for any number."""
 
     @property
     def config(self) -> WarmConfig: ...
@@ -53,7 +53,7 @@ class WarmRunner(Runner, Protocol):
 
 def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgress = lambda done, total: None) -> int:
     """Run every warm-up step; returns how many. Raises RunnerError as a real step would: a worst-case step that does
-    not fit is better found here."""
+    not fit should fail here."""
     plans = list(warm_up_plans(runner.config, max_batch_tokens=max_batch_tokens))
     for done, plan in enumerate(plans):
         on_progress(done, len(plans))
@@ -64,7 +64,7 @@ def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgres
 
 
 def warm_up_plans(config: WarmConfig, *, max_batch_tokens: int) -> Iterator[StepPlan]:
-    """Prefills of powers of four and of the whole budget, then decodes of powers of four rows and of all of them."""
+    """Prefills of 16, 64, … tokens up to the largest possible, then decodes of 1, 4, … rows up to the most possible."""
     longest = min(max_batch_tokens, config.max_model_len - 1, config.num_blocks * config.block_size)
     widest = min(config.max_slots, config.num_blocks, max_batch_tokens)
     for num_tokens in _sizes(16, longest):
@@ -74,7 +74,7 @@ def warm_up_plans(config: WarmConfig, *, max_batch_tokens: int) -> Iterator[Step
 
 
 def _sizes(first: int, last: int) -> list[int]:
-    """first, 4 first, 16 first … below last, and last."""
+    """first, 4 · first, 16 · first and so on below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -83,7 +83,7 @@ def _sizes(first: int, last: int) -> list[int]:
 
 
 def _prefill_plan(config: WarmConfig, num_tokens: int) -> StepPlan:
-    """One request in slot 0, in the first blocks."""
+    """One request in slot 0, in the first blocks of the pool."""
     blocks = np.arange(-(-num_tokens // config.block_size), dtype=np.int32)
     updates_U3 = np.stack([np.zeros_like(blocks), blocks, blocks], axis=1)
     ids_T = np.arange(num_tokens, dtype=np.int32) % config.vocab_size
@@ -95,7 +95,7 @@ def _prefill_plan(config: WarmConfig, num_tokens: int) -> StepPlan:
 
 
 def _decode_plan(num_rows: int) -> StepPlan:
-    """Requests of one token in a block each, the first of them sampled, the others greedy."""
+    """Requests of one token, each in a block of its own; the first is sampled, the others are greedy."""
     slots_S = np.arange(num_rows, dtype=np.int32)
     one_T = np.ones(1, np.int32)
     new_requests = tuple(

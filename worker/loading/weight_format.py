@@ -1,7 +1,7 @@
-"""Weights and a KV cache of fewer bits: what the settings ask for, whether the device has it and kernels for the model,
-and how a model that is rounded so differs in its fingerprint.
+"""Quantised weights and KV cache: which format the settings ask for, whether the device supports it and has kernels for
+the model, and what it adds to the model's fingerprint.
 
-Answers before anything is loaded: knows no weights.
+Used before anything is loaded: knows no weights.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from octavo.model.quantization.settings import GroupSettings
 from octavo.worker.loading.combinations import why_no_cache_format, why_no_format
 
 CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Powers of two: a tile of keys is as wide as a head."""
+"""Powers of two, since a tile of keys is as wide as a head."""
 CUDA_CAPABILITY = (8, 0)
-"""An older GPU has no products of bfloat16, and less shared memory than a tile of prompt attention takes."""
+"""Older GPUs have no bfloat16 products, and less shared memory than a tile of prompt attention needs."""
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
 
 
 def weight_format(quantization: str | None) -> WeightFormat:
-    """Raises ValueError for an unknown name."""
+    """The format that `quantization` names. Raises ValueError for an unknown name."""
     if quantization is None:
         return WeightFormat.BF16
     known = [each.value for each in WeightFormat if each is not WeightFormat.BF16]
@@ -34,7 +34,8 @@ def weight_format(quantization: str | None) -> WeightFormat:
 
 
 def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool, has_cuda_runner: bool) -> None:
-    """Raises FormatUnavailable saying what to do instead. is_packed: the checkpoint is GPTQ's or AWQ's."""
+    """Raises FormatUnavailable if the device does not support the format, saying what to do instead. is_packed: whether
+    the checkpoint is in GPTQ or AWQ format."""
     if wanted is WeightFormat.BF16:
         return
     if device.type == "cuda" and not has_cuda_runner:
@@ -52,8 +53,8 @@ def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool,
 
 
 def check_kernels(head_dim: int, device: torch.device, *, has_cuda_runner: bool) -> None:
-    """Raises ConfigError for heads that the CUDA kernels have no tiles for, FormatUnavailable for a GPU that is too old
-    for them."""
+    """Raises ConfigError for a head size that the CUDA kernels do not support, FormatUnavailable for a GPU that is too
+    old for them."""
     if not has_cuda_runner:
         return
     if head_dim not in CUDA_HEAD_DIMS:
@@ -71,7 +72,7 @@ def check_kernels(head_dim: int, device: torch.device, *, has_cuda_runner: bool)
 
 
 def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
-    """None for the model's own. Raises ValueError for an unknown name."""
+    """The cache's dtype; None for the model's own. Raises ValueError for an unknown name."""
     if kv_cache_dtype is None:
         return None
     if kv_cache_dtype != "fp8":
@@ -85,7 +86,7 @@ def rounding_of_cache(kv_cache_dtype: str | None) -> bytes:
 
 
 def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_deterministic: bool) -> None:
-    """Raises FormatUnavailable, ValueError."""
+    """Raises FormatUnavailable if the cache cannot have this dtype, ValueError for an unknown name."""
     if cache_dtype(kv_cache_dtype) is None:
         return
     why = why_no_cache_format(kv_cache_dtype=kv_cache_dtype, is_deterministic=is_deterministic)
@@ -96,9 +97,9 @@ def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_de
 
 
 def rounding_of(quantization: str | None, device: torch.device) -> bytes:
-    """What quantization adds to the model's fingerprint: workers that round differently are not the same model. A GPU
-    folds norms into matrices before it rounds them, so its integers are others than a CPU's; a CPU rounds inputs of
-    products, too, where it can and may."""
+    """What quantization adds to the model's fingerprint: workers that round differently do not have the same model. A
+    GPU folds norms into matrices before it rounds them, so its integers differ from a CPU's; a CPU also rounds the
+    inputs of products if it can and may."""
     wanted = weight_format(quantization)
     if wanted is WeightFormat.BF16:
         return b""
@@ -109,7 +110,7 @@ def rounding_of(quantization: str | None, device: torch.device) -> bytes:
 
 
 def described_bits(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
-    """For the start's summary: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
+    """For the start's summary: ", int4 weights (…), fp8 cache"; empty if nothing is quantised."""
     weights = f"int{packed.bits} weights ({packed.packing.value})" if packed else None
     weights = f"{quantization.removesuffix('-weights')} weights" if quantization else weights
     cache = f"{kv_cache_dtype} cache" if kv_cache_dtype else None
@@ -117,6 +118,6 @@ def described_bits(quantization: str | None, kv_cache_dtype: str | None, packed:
 
 
 def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:
-    """The fingerprint of a model that is rounded so; without any rounding, as it is."""
+    """The fingerprint of a model with these roundings; unchanged if there are none."""
     rounding = b"\0".join(roundings).strip(b"\0")
     return hashlib.blake2b(fingerprint + rounding, digest_size=32).digest() if rounding else fingerprint
