@@ -1,18 +1,18 @@
 /* Attention of one new token per sequence over its cached keys and values, in bf16.
  *
- * Every query head of a kv head works on a position together, so that a key and a value are read once: as pairs where the
- * CPU multiplies bf16, else widened to fp32. The reference is in torch (see ops.py). Arguments were checked by ops.py.
+ * All query heads of a kv head process a position together, so that each key and value is read once: as bf16 pairs if
+ * the CPU multiplies these, else widened to fp32. The reference is in torch (see ops.py). ops.py checks the arguments.
  *
- * Legend: S sequences · N query heads · K kv heads · G = N / K · H head dim (a multiple of 32) · P blocks · B block size ·
- * M table width. Sums are fp32. Must not know: torch, Python, who owns a block.
+ * Legend: S sequences · N query heads · K kv heads · G = N / K · H head dim (a multiple of 32) · P blocks ·
+ * B block size · M table width. Sums are fp32. Must not know: torch, Python, who owns a block.
  */
 
 #include "team.h"
 #include "vectors.h"
 
-#define HEADS 8 /* query heads of one kv head that are worked on together: their sums fit in registers */
+#define HEADS 8 /* query heads of one kv head that are processed together: their sums fit in registers */
 
-/* The sums of eight vectors: out[i] = sum of x[i]. A tree of shuffles; x is overwritten. */
+/* The sums of eight vectors, by a tree of shuffles: out[i] = sum of x[i]. */
 #if LANES == 16
 #define LOW(n) __builtin_shuffle(x[2 * (n)], x[2 * (n) + 1], low)
 #define HIGH(n) __builtin_shuffle(x[2 * (n)], x[2 * (n) + 1], high)
@@ -49,7 +49,8 @@ static inline void sums8(vec x[HEADS], float out[HEADS]) {
 }
 #endif
 
-/* A sequence's keys and values of one kv head: blocks of B positions, `stride` apart, as its table names them. */
+/* A sequence's keys and values of one kv head: the blocks of B positions that its table lists; block p starts at
+ * element p * stride. */
 typedef struct {
     const bf16 *k, *v;
     const int32_t *table;
@@ -57,7 +58,7 @@ typedef struct {
     int H;
 } cached;
 
-/* One position's row, 64 bytes at a time. */
+/* Prefetch one position's row, a cache line at a time. */
 static inline void fetch(const bf16 *row, int H) {
     for (int h = 0; h < H; h += 32) __builtin_prefetch(row + h, 0, 2);
 }
@@ -68,14 +69,14 @@ static inline void fetch(const bf16 *row, int H) {
 #include "heads_fp32.h"
 #endif
 
-/* Vectors of scores, after which the same heads come again. */
+/* Vectors of scores after which the heads repeat. */
 #define SETS (HEADS > LANES ? HEADS / LANES : 1)
 
-/* score becomes exp(scale * (score - largest of its head)); returns the sums over positions by head. */
+/* Replaces each score by exp(scale * (score - maximum of its head)). total: the sums over positions, by head. */
 static inline void soften(float *score, int64_t context, float scale, float total[HEADS]) {
     int64_t count = context * HEADS, even = count / (SETS * LANES) * (SETS * LANES);
     vec most[SETS], all[SETS], tops[SETS];
-    if (even < count) memset(score + count, 0, HEADS * sizeof(float)); /* an odd context: half a vector too many */
+    if (even < count) memset(score + count, 0, HEADS * sizeof(float)); /* odd context: pad the last vector */
     for (int s = 0; s < SETS; s++) most[s] = splat(-INFINITY), all[s] = (vec){0};
     for (int64_t i = 0; i < even; i += SETS * LANES)
         for (int s = 0; s < SETS; s++) {
@@ -93,7 +94,7 @@ static inline void soften(float *score, int64_t context, float scale, float tota
     for (int64_t i = 0; i < count; i += SETS * LANES)
         for (int s = 0; s < SETS; s++) {
             vec x = (*(vec *)(score + i + s * LANES) - tops[s]) * scale;
-            x = (vec)((ivec)x & ~(ivec)(x > 0.0f)); /* only the half vector behind the end can be above */
+            x = (vec)((ivec)x & ~(ivec)(x > 0.0f)); /* only that padding half can be above 0 */
             ivec is_nan = x != x;
             x = (vec)(((ivec)exp_of(x) & ~is_nan) | ((ivec)x & is_nan));
             *(vec *)(score + i + s * LANES) = x;
@@ -114,7 +115,7 @@ typedef struct {
     int64_t N, K, H, B, parts;
     float scale;
     char *scratch;
-    size_t scratch_size; /* of one seat */
+    size_t scratch_size; /* bytes per thread */
 } decodes;
 
 static void attend_one(const decodes *all, int64_t job, float *score) {
@@ -137,7 +138,7 @@ static void attend_some(void *context, int64_t first, int64_t end, int seat) {
     for (int64_t job = first; job < end; job++) attend_one(all, job, score);
 }
 
-/* One new token per sequence. q, out: [S, N, H], rows of q stride_q apart. Returns 0, or 1 without memory. */
+/* One new token per sequence. q, out: [S, N, H]; rows of q are stride_q apart. Returns 0, or 1 if memory runs out. */
 int octavo_decode_attention(const bf16 *q, int64_t stride_q, const bf16 *k_pool, const bf16 *v_pool,
                             const int32_t *table, int64_t stride_table, const int32_t *context, bf16 *out, int64_t S,
                             int64_t N, int64_t K, int64_t H, int64_t B, float scale, int num_threads) {

@@ -1,11 +1,12 @@
-/* Dots of four 8-bit integers by NEON: what matmul_int8.c is made of on AArch64. Must not know: panels, tiles.
+/* Dot products of four 8-bit integers with NEON, used by matmul_int8.c on AArch64. Must not know: panels, tiles.
  *
- * A dot is one instruction where the CPU has dot products (Armv8.2 and on, nearly all servers), else four: products of 16
- * bits, of which two fit (magnitudes are up to 127), and their sums by pairs, twice.
+ * With the dot product extension (Armv8.2 and later, nearly all servers) one is a single instruction, else four: 16-bit
+ * products, two of which can be added without overflow (magnitudes are up to 127), then pairwise additions.
  *
  * dots: of WIDTH outputs. factor: weights of WIDTH outputs, four inputs each. inputs: the same four for each output.
- * RAISED: by how much weights are moved up. TILE: rows whose dots, SPREAD_OF(rows) registers each, leave registers for
- * weights and inputs. KEPT: rows whose sums over groups are registers, too: fastest per row.
+ * RAISED: offset that is added to weights. TILE: the most rows whose dots, SPREAD_OF(rows) registers each, leave
+ * registers for weights and inputs. KEPT: the most rows whose sums over groups stay in registers too, which is fastest
+ * per row.
  */
 
 #ifndef OCTAVO_DOTS_NEON_H
@@ -52,15 +53,15 @@ static inline uint16_t largest_magnitude(const bf16 *from) {
     return vmaxvq_u16(most);
 }
 
-/* Four inputs times `by`, to the nearest integers. */
+/* Four inputs times `by`, rounded to the nearest integers. */
 static inline int16x4_t words_of(const bf16 *from, float by) {
     const float middle = 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits of the sum */
     lanes wide = (lanes)vshll_n_u16(vld1_u16(from), 16) * by + middle;
     return vmovn_s32((int32x4_t)((int_lanes)wide - 0x4b400000));
 }
 
-/* GROUP inputs in units of a 127th of their largest magnitude, which is returned. In the order of bits infinity is larger
- * than any number, and what is no number larger still: of either the unit, and so the row, is none. */
+/* Rounds GROUP inputs to multiples of a unit, 1/127 of their largest magnitude; returns the unit. Compared as bits,
+ * infinity is larger than any number, and NaN larger still; with either the unit is not finite, nor is the row. */
 static inline float round_group(const bf16 *from, int8_t *to, int32_t *total) {
     float most = widen1(largest_magnitude(from)), by = most > 1e-30f ? 127.0f / most : 0;
     for (int i = 0; i < GROUP; i += 8)

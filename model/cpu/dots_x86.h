@@ -1,8 +1,10 @@
-/* Dots of four 8-bit integers by AVX-512 or AVX2: what matmul_int8.c is made of on x86-64. Interface as in dots_neon.h.
+/* Dot products of four 8-bit integers with AVX-512 or AVX2, used by matmul_int8.c on x86-64. Interface as in
+ * dots_neon.h.
  *
- * With VNNI, AVX-512's or AVX's own, four products and their sum are one instruction. It takes one factor as unsigned, so
- * weights are moved up by 128, and what that adds is taken off where sums begin. Without VNNI a sum of two products must
- * fit 16 bits, so magnitudes of weights (to 127) meet inputs with the weights' signs. Must not know: panels, tiles.
+ * With VNNI (of AVX-512 or AVX) four products and their sum are one instruction. It takes one factor as unsigned, so
+ * 128 is added to weights, and the sums start with a correction for that. Without VNNI, the instruction also takes one
+ * factor as unsigned, and a sum of two products must fit in 16 bits: the weights' magnitudes (up to 127) are multiplied
+ * with inputs that are given the weights' signs. Must not know: panels, tiles.
  */
 
 #ifndef OCTAVO_DOTS_X86_H
@@ -39,7 +41,7 @@ static inline inputs four_inputs(const int8_t *from) {
     return SPLAT(four);
 }
 
-/* Sums are added to by hand: of its own functions for it GCC 12 keeps them in memory. */
+/* Inline assembly, since GCC 12 keeps sums in memory with its intrinsics for this. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
 
 #define ARITHMETIC "VNNI"
@@ -117,7 +119,7 @@ static inline uint16_t largest_magnitude(const bf16 *from) {
     return (uint16_t)~_mm_extract_epi16(least, 0);
 }
 
-/* 16 inputs times `by`, to the nearest integers. */
+/* 16 inputs times `by`, rounded to the nearest integers. */
 static inline __m256i words_of(const bf16 *from, float by) {
     const float middle = 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits of the sum */
 #if LANES == 16
@@ -136,8 +138,9 @@ static inline int32_t total_of(__m256i words) {
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
-/* GROUP inputs in units of a 127th of their largest magnitude, which is returned. In the order of bits infinity is larger
- * than any number, and what is no number larger still: of either the unit, and so the row, is none. */
+/* Rounds GROUP inputs to multiples of a unit, 1/127 of their largest magnitude; returns the unit. Compared as bits,
+ * infinity is larger than any number, and NaN larger still; with either the unit is not finite, nor is the row. total:
+ * the sum of the rounded inputs if weights are RAISED, else 0. */
 static inline float round_group(const bf16 *from, int8_t *to, int32_t *total) {
     float most = widen1(largest_magnitude(from)), by = most > 1e-30f ? 127.0f / most : 0;
     __m256i first = words_of(from, by), second = words_of(from + 16, by);

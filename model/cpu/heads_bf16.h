@@ -1,5 +1,5 @@
-/* Heads that attend together by AVX512-BF16: what decode.c is made of. Products are of pairs: of a key's inputs, and of
- * two positions' values, whose weights are bf16 then. Must not know: sequences, threads.
+/* Attention of several heads together with AVX512-BF16, used by decode.c. Products are of pairs: of a key's dimensions,
+ * and of two positions' values, whose weights are rounded to bf16. Must not know: sequences, threads.
  */
 
 #ifndef OCTAVO_HEADS_H
@@ -7,14 +7,14 @@
 
 typedef bf16 operand;
 
-/* Queries as they are multiplied: `count` numbers, and zeros up to `room`. */
+/* Copies queries for the products: `count` numbers, then zeros up to `room`. */
 static inline void take_heads(const bf16 *from, int64_t count, int64_t room, operand *to) {
     memcpy(to, from, (size_t)count * sizeof(bf16));
     memset(to + count, 0, (size_t)(room - count) * sizeof(bf16));
 }
 
-/* Scores of up to HEADS query heads against every position: score[c * HEADS + g]. Blocks lie anywhere in memory, so the
- * processor does not foresee the next one, nor that their values are wanted soon: both are fetched here. */
+/* Scores of up to HEADS query heads at every position: score[c * HEADS + g]. Blocks may be anywhere in memory, so the
+ * hardware prefetcher cannot predict the next one, nor that the values are needed soon: both are prefetched here. */
 static inline void score_all(const operand *q_GH, const cached *at, float *score) {
     int64_t context = at->context, B = at->B;
     const int H = at->H;
@@ -37,14 +37,14 @@ static inline void score_all(const operand *q_GH, const cached *at, float *score
     }
 }
 
-/* The weights of two positions as bf16, head by head side by side: to where the first one's was. */
+/* The weights of two positions as bf16, interleaved by head, in place of the first position's weights. */
 static inline void pair_weights(float *weight) {
     const __m256i order = _mm256_setr_epi16(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
     __m256i both = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weight));
     _mm256_storeu_si256((__m256i *)weight, _mm256_permutexvar_epi16(order, both));
 }
 
-/* Registers of 16 sums each whose quarters lie by turns, in order. */
+/* Restores the order of 32 sums whose quarters alternate between the two registers. */
 static inline void in_order(__m512 *low, __m512 *high) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -53,8 +53,8 @@ static inline void in_order(__m512 *low, __m512 *high) {
     *low = lower;
 }
 
-/* out[g] = sum over positions of weight * value / total, for 32 dims at a time. A pair's second position may be the first
- * of another block; behind the last one are zeros. score becomes pairs of weights. */
+/* out[g] = sum over positions of weight * value / total, for 32 dims at a time. A pair's second position may be the
+ * first of another block; after the last position, it is zeros. Overwrites score with pairs of weights. */
 static inline void mix_all(float *score, const float total[HEADS], const cached *at, int num_heads, bf16 *out) {
     int64_t context = at->context, B = at->B;
     const int H = at->H;

@@ -1,4 +1,4 @@
-/* Heads that attend together in fp32, for CPUs without bf16 instructions: what decode.c is made of. Keys and values are
+/* Attention of several heads together in fp32, used by decode.c on CPUs without bf16 instructions. Keys and values are
  * widened as they are read. Must not know: sequences, threads.
  */
 
@@ -7,13 +7,13 @@
 
 typedef float operand;
 
-/* Queries as they are multiplied: `count` numbers, and zeros up to `room`. */
+/* Widens queries for the products: `count` numbers, then zeros up to `room`. */
 static inline void take_heads(const bf16 *from, int64_t count, int64_t room, operand *to) {
     for (int64_t i = 0; i < room; i++) to[i] = i < count ? widen1(from[i]) : 0.0f;
 }
 
-/* Scores of up to HEADS query heads against every position: score[c * HEADS + g]. Blocks lie anywhere in memory, so the
- * processor does not foresee the next one, nor that their values are wanted soon: both are fetched here. */
+/* Scores of up to HEADS query heads at every position: score[c * HEADS + g]. Blocks may be anywhere in memory, so the
+ * hardware prefetcher cannot predict the next one, nor that the values are needed soon: both are prefetched here. */
 static inline void score_all(const operand *q_GH, const cached *at, float *score) {
     int64_t context = at->context, B = at->B;
     const int H = at->H;
@@ -34,10 +34,10 @@ static inline void score_all(const operand *q_GH, const cached *at, float *score
     }
 }
 
-/* Vectors of dims whose sums of all heads are registers. */
+/* Vectors of dims for which the sums of all heads fit in registers. */
 #define MIXED (LANES == 8 ? 1 : 2)
 
-/* out[g] = sum over positions of weight * value, for MIXED * LANES dims at a time. */
+/* out[g] = sum over positions of weight * value / total, for MIXED * LANES dims at a time. */
 static inline void mix_all(const float *score, const float total[HEADS], const cached *at, int num_heads, bf16 *out) {
     int64_t context = at->context, B = at->B;
     const int H = at->H;

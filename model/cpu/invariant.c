@@ -1,8 +1,9 @@
-/* What deterministic mode needs beside kernels.c and matmul.c for models in fp32: products, norm, SiLU and attention. Each result is a function of its own row (and context) alone: every sum runs in one fixed order, whatever
- * the number of rows and threads.
+/* What deterministic mode needs for fp32 models, besides kernels.c and matmul.c: products, norm, SiLU and attention.
+ * Each result depends only on its own row (and context): every sum is in one fixed order, whatever the number of rows
+ * and threads.
  *
- * Weights of a product lie in panels of PANEL outputs: [N / PANEL, K, PANEL], fp32. Arguments were checked by
- * model/cpu/invariant.py.
+ * Weights of a product are stored in panels of PANEL outputs: [N / PANEL, K, PANEL], fp32. model/cpu/invariant.py
+ * checks the arguments.
  *
  * Legend: M rows · N outputs, or query heads · K inputs, or kv heads · T tokens · D model dim · I intermediate ·
  * S sequences · H head dim · P blocks · B block size. Must not know: torch, Python, who owns a block.
@@ -14,7 +15,7 @@
 #define PANEL 32
 #define TILE (LANES == 16 ? 8 : 6)
 
-/* rows: a constant where this is called, so that the sums are registers. */
+/* rows: a compile-time constant in each call, so that the sums stay in registers. */
 static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t K, const float *panel,
                                                        const float *bias, float *out, int64_t N, int64_t width) {
     for (int64_t first = 0; first < width; first += 2 * LANES) {
@@ -133,7 +134,7 @@ static float dot(const float *a, const float *b, int64_t H) {
     return sum(acc);
 }
 
-/* One query head over its context. weight: room for context + LANES floats. */
+/* Attention of one query head over its context. weight: scratch of context + LANES floats. */
 static void attend(const float *q, const float *k_pool, const float *v_pool, const int32_t *table, int64_t context,
                    int64_t stride_P, int64_t B, int64_t H, float scale, float *weight, float *out) {
     float most = -INFINITY, total = 0;
@@ -160,7 +161,7 @@ typedef struct {
     const int32_t *table, *context;
     int64_t stride_table, N, K, H, B;
     float scale, *out, *weights;
-    int64_t num_weights; /* of one seat */
+    int64_t num_weights; /* per thread */
 } attentions;
 
 static void attend_some(void *context, int64_t first, int64_t end, int seat) {
@@ -174,7 +175,7 @@ static void attend_some(void *context, int64_t first, int64_t end, int seat) {
     }
 }
 
-/* One token per sequence, fp32. q, out: [S, N, H]. Returns 0, or 1 without memory. */
+/* One token per sequence, fp32. q, out: [S, N, H]. Returns 0, or 1 if memory runs out. */
 int octavo_attention_f32(const float *q, const float *k_pool, const float *v_pool, const int32_t *table,
                          int64_t stride_table, const int32_t *context, float *out, int64_t S, int64_t N, int64_t K,
                          int64_t H, int64_t B, float scale, int num_threads) {

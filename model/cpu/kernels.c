@@ -1,8 +1,8 @@
-/* What a decode step does between its matrix products, on a CPU, in bf16: one pass over memory each.
+/* Operations between the matrix products of a decode step on a CPU, in bf16, each in one pass over memory.
  *
- * C with GCC's vector extensions: the compiler takes what the machine has. Each
- * function has a slow reference in torch (see ops.py) that it is tested against. Arguments were checked by ops.py.
- * num_threads: how many of the team may work (ops.py says when one is better).
+ * C with GCC's vector extensions, compiled for the machine's own instructions. Each function is tested against a slow
+ * reference in torch (see ops.py). ops.py checks the arguments.
+ * num_threads: how many threads of the team may work (ops.py says when one is better).
  *
  * Legend: T tokens · N query heads · K kv heads · H head dim · D model dim · I intermediate · B block size. Sums are
  * fp32. Must not know: torch, Python, who owns a block.
@@ -65,7 +65,7 @@ void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int n
     team_run(silu_some, &all, T, num_threads);
 }
 
-/* One head, rounded after each operation as model.layers.decoder.rotate does. */
+/* Rotates one head, rounding after each operation like model.layers.decoder.rotate. */
 static inline void turn(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *out, int64_t H) {
     int64_t half = H / 2;
     for (int64_t h = 0; h < half; h += LANES) {
@@ -99,8 +99,8 @@ static void rope_some(void *context, int64_t first, int64_t end, int seat) {
     }
 }
 
-/* qkv: [T, (N + 2K) H]. q becomes turned queries [T, N, H]; turned keys and values go to their slots; slot -1: nowhere.
- * cos, sin: [T, H]. */
+/* Writes rotated queries to q, [T, N, H], and rotated keys and values to their slots; slot -1: not written. qkv:
+ * [T, (N + 2K) H]. cos, sin: [T, H]. */
 void octavo_rope_write(const bf16 *qkv, const bf16 *cos, const bf16 *sin, const int64_t *slot, bf16 *q, bf16 *k_pool,
                        bf16 *v_pool, int64_t T, int64_t N, int64_t K, int64_t H, int64_t B, int num_threads) {
     ropes all = {qkv, cos, sin, slot, q, k_pool, v_pool, N, K, H, B};

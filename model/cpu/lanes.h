@@ -1,8 +1,8 @@
-/* Products of fp32 by vectors as wide as this CPU's registers: for CPUs without bf16 instructions.
+/* fp32 products with vectors as wide as this CPU's registers, for CPUs without bf16 instructions.
  *
- * A tile is some rows times SPREAD registers of outputs, all of whose sums are registers while the inputs run by. Each
- * sum takes its inputs in order, so its bits do not depend on the tile. GCC's vector extensions: AVX-512, AVX2 with FMA,
- * or what there is. Must not know: where the numbers come from.
+ * A tile is a few rows times SPREAD registers of outputs; all its sums stay in registers while the inputs are read.
+ * Each sum adds its inputs in order, so its bits do not depend on the tile. Uses GCC's vector extensions: AVX-512, AVX2
+ * with FMA, or whatever is available. Must not know: where the numbers come from.
  */
 
 #ifndef OCTAVO_LANES_H
@@ -16,8 +16,8 @@
 #endif
 
 #if defined(__AVX512F__)
-#define WIDTH 16 /* floats of a register */
-#define MOST_SUMS 28 /* registers that can be sums: the others hold weights and an input */
+#define WIDTH 16 /* floats in a register */
+#define MOST_SUMS 28 /* registers available for sums: the others hold weights and an input */
 #elif defined(__AVX__)
 #define WIDTH 8
 #define MOST_SUMS 12
@@ -42,7 +42,8 @@ static inline lanes lanes_at(const float *from) {
 
 static inline void put_lanes(float *to, lanes x) { memcpy(to, &x, sizeof x); }
 
-/* sums[m][j] += rows of x (stride_x apart) times SPREAD registers of weights, K inputs step apart. rows: a constant. */
+/* sums[m][j] += rows of x (stride_x apart) times SPREAD registers of weights, over K inputs (step apart in w). rows: a
+ * compile-time constant. */
 static inline __attribute__((always_inline)) void add_products(const int rows, const float *x, int64_t stride_x,
                                                                int64_t K, const float *w, int64_t step,
                                                                lanes sums[][SPREAD]) {

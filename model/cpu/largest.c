@@ -1,12 +1,12 @@
-/* The largest of each row of logits, and where it stands first. Its slow reference is torch's max (see largest.py).
+/* The maximum of each row of logits and its first index. The slow reference is torch's max (see ops.py).
  *
- * Legend: S rows · V columns. Must not know: torch, Python, what is chosen from.
+ * Legend: S rows · V columns. Must not know: torch, Python, what the columns mean.
  */
 
 #include "team.h"
 #include "vectors.h"
 
-#define PART 2048 /* columns that are searched again for the largest, once it is known that they hold it */
+#define PART 2048 /* columns in a part; only the part with the maximum is searched again for its index */
 
 typedef struct {
     const float *x;
@@ -15,14 +15,14 @@ typedef struct {
     int64_t *index;
 } rows;
 
-/* The largest of a part; NaN where it has one. */
+/* The maximum of a part; NaN if it has one. */
 static float largest_of(const float *x, int64_t count) {
     int64_t even = count / LANES * LANES;
     vec most = splat(-INFINITY);
     ivec has_nan = {0};
     for (int64_t i = 0; i < even; i += LANES) {
         vec here;
-        memcpy(&here, x + i, sizeof here); /* a row may start anywhere */
+        memcpy(&here, x + i, sizeof here); /* a row may be unaligned */
         ivec is_more = here > most;
         has_nan |= here != here;
         most = (vec)(((ivec)here & is_more) | ((ivec)most & ~is_more));
@@ -45,7 +45,7 @@ static void search_row(const float *x, int64_t V, float *most, int64_t *index) {
     for (int64_t first = 0; first < V; first += PART) {
         float largest = largest_of(x + first, V - first < PART ? V - first : PART);
         if (largest > *most) *most = largest, part = first;
-        if (largest != largest) { /* the others do not count any more */
+        if (largest != largest) { /* a NaN: the other parts do not matter */
             *most = NAN;
             return;
         }
@@ -62,7 +62,7 @@ static void search_some(void *context, int64_t first, int64_t end, int seat) {
         search_row(all->x + s * all->stride, all->V, all->most + s, all->index + s);
 }
 
-/* x: [S, V], rows stride apart. most: NaN where a row has one (index 0 then). */
+/* x: [S, V], rows stride apart. most: [S]; NaN if a row has one (index is 0 then). */
 void octavo_largest(const float *x, int64_t stride, float *most, int64_t *index, int64_t S, int64_t V,
                     int num_threads) {
     rows all = {x, stride, V, most, index};

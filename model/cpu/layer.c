@@ -1,14 +1,15 @@
-/* What follows attention in a decoder layer, in one call: between kernels of some ten microseconds, the way through Python
- * and back takes as long as they do.
+/* What follows attention in a decoder layer, in one call: kernels take some ten microseconds, and returning to Python
+ * between them would take as long again.
  *
- * Each stage is the kernel that would be called alone, with as many threads, so the bits are the same (the reference of LayerRest
- * is model.layers.decoder.DecoderLayer). Legend: T tokens · D model dim · I intermediate. Must not know: torch, Python.
+ * Each stage is the same kernel that would be called alone, with the same number of threads, so the bits are the same
+ * (the reference of LayerRest is model.layers.decoder.DecoderLayer).
+ * Legend: T tokens · D model dim · I intermediate. Must not know: torch, Python.
  */
 
 #include "team.h"
 #include "vectors.h"
 
-/* A packed weight, as the products take it. N outputs, K inputs. Must match products.py. */
+/* A packed weight for the products: N outputs, K inputs. Must match products.py. */
 typedef struct {
     const void *panels;
     const float *scale, *bias;
@@ -26,7 +27,7 @@ typedef struct {
     float epsilon;
 } layer_rest;
 
-/* How many threads each stage gets. stream: additions and norm. Must match products.py. */
+/* Number of threads of each stage. stream: additions and norm. Must match products.py. */
 typedef struct {
     int o, gate_up, down, stream, silu;
 } stage_threads;
@@ -55,7 +56,7 @@ static void add_some(void *context, int64_t first, int64_t end, int seat) {
         narrow(all->out + i, widen(all->x + i) + widen(all->y + i));
 }
 
-/* out = x @ w.T * scale + bias, in fp32 with bf16's values where is_wide. Returns 0, or 1 without memory. */
+/* out = x @ w.T * scale + bias, in bf16, or the same values in fp32 if is_wide. Returns 0, or 1 if memory runs out. */
 int octavo_multiply(const weight *by, const bf16 *x, void *out, int is_wide, int64_t T, int num_threads) {
     if (by->layout == INTEGER_FOURS)
         return octavo_matmul_int8(x, by->panels, by->scale, by->bias, out, is_wide, T, by->N, by->K, num_threads);
@@ -67,7 +68,7 @@ static int multiply(const weight *by, const bf16 *x, bf16 *out, int64_t T, int n
     return octavo_multiply(by, x, out, 0, T, num_threads);
 }
 
-/* out = silu(gate) * up of x @ w.T. scratch: T * by->N. */
+/* out = silu(gate) * up, where x @ w.T is gate and up. scratch: T * by->N numbers. */
 static int multiply_gated(const weight *by, const bf16 *x, bf16 *out, bf16 *scratch, int64_t T,
                           const stage_threads *threads) {
     int64_t I = by->N / 2;
@@ -83,8 +84,8 @@ static void add(const bf16 *x, const bf16 *y, bf16 *out, int64_t T, int64_t D, i
     team_run(add_some, &all, T, num_threads);
 }
 
-/* out = h + down(silu(gate) * up), both of the normed h = hidden + o(attended). hidden, out: [T, D], not the same.
- * scratch: T * (D + 3 I). Returns 0, or 1 without memory. */
+/* out = h + down(silu(gate) * up), where h = hidden + o(attended), and gate and up are of the normed h. hidden, out:
+ * [T, D], different memory. scratch: T * (D + 3 I) numbers. Returns 0, or 1 if memory runs out. */
 int octavo_layer_rest(const layer_rest *rest, const bf16 *attended, const bf16 *hidden, bf16 *out, bf16 *scratch,
                       int64_t T, const stage_threads *threads) {
     int64_t D = rest->o.N, I = rest->down.K;

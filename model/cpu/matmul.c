@@ -1,9 +1,9 @@
-/* Products of a few or many rows with packed weights, for CPUs with AVX512-BF16, by AMX where that is there, too;
- * matmul_fp32.c is for those without.
+/* Products of few or many rows with packed weights, for CPUs with AVX512-BF16, using AMX if there is; matmul_fp32.c is
+ * for other CPUs.
  *
- * Weights lie in panels of PANEL outputs, pairs of inputs together: [N / PANEL, K / 2, PANEL, 2]. Sums of a few rows stay in
- * registers while a panel streams by once. Every sum runs over the inputs in order, whatever the number of rows and
- * threads: a row has the same bits in any batch.
+ * Weights are stored in panels of PANEL outputs, pairs of inputs together: [N / PANEL, K / 2, PANEL, 2]. The sums of a
+ * few rows stay in registers while a panel is read once. Every sum adds the inputs in order, whatever the number of
+ * rows and threads, so that a row has the same bits in any batch.
  *
  * Legend: M rows · N outputs (a multiple of PANEL here) · K inputs (even). Must not know: torch, Python.
  */
@@ -23,11 +23,11 @@ typedef uint16_t bf16;
 
 /* ---------------------------------------------------------------- integers
  *
- * -127 to 127 as bf16, exactly. With VBMI a bf16's two bytes are looked up by the magnitude, 64 integers in seven
- * instructions. The bytes meet within quarters of a register, so its outputs come in another order until `reorder`; without
- * VBMI they come in theirs. */
+ * Converts -127 to 127 to bf16, exactly. With VBMI, the two bytes of a bf16 are looked up by magnitude: 64 integers in
+ * seven instructions. The bytes are interleaved within quarters of a register, so outputs are permuted until `reorder`;
+ * without VBMI they are in order. */
 
-/* 32 outputs' pairs of inputs. */
+/* Pairs of inputs of 32 outputs. */
 typedef struct {
     __m512bh low, high;
 } wide_pairs;
@@ -54,7 +54,7 @@ static inline wide_pairs widened(const int8_t *from) {
     return (wide_pairs){(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
 }
 
-/* Registers of 16 outputs each, back in order. */
+/* Restores the order of 32 outputs in two registers. */
 static inline void reorder(__m512 *low, __m512 *high) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -99,15 +99,16 @@ typedef struct {
     void *out;
     int is_wide;
     int64_t M, N, K;
-    int64_t ups; /* panels from a gate's to its up's; 0 where outputs are what was summed */
-    int64_t together; /* panels that are a job */
-    bf16 *laid_out; /* the rows, where panels want another order */
-    char *scratch; /* of each seat: a widened panel, where there are more than FEW rows of integers, and sums that wait */
+    int64_t ups; /* panels from a gate's panel to its up's; 0 for a plain product */
+    int64_t together; /* panels in a job */
+    bf16 *laid_out; /* the rows in the order of tiles; 0 if they are read in place */
+    char *scratch; /* per thread: a widened panel (integer weights, more than FEW rows), then partial sums */
     int64_t scratch_bytes;
 } product;
 
-/* Where a panel's sums go: rows N apart in `out` (bf16, or fp32 of the same values where is_wide), from its first column
- * on, of which width (at most PANEL) are there. scale, bias: the panel's. */
+/* Where a panel's sums go: into `out` (bf16, or the same values in fp32 if is_wide), whose rows are N apart, from
+ * `column` on. width: columns from there to the end of the row, of which a panel fills at most PANEL. scale, bias: the
+ * panel's. */
 typedef struct {
     const float *scale, *bias;
     void *out;
@@ -170,7 +171,7 @@ static void multiply_some(void *context, int64_t first_job, int64_t end_job, int
     end_panels();
 }
 
-/* All of a product whose shape and operands are known. Returns 0, or 1 without memory. */
+/* Fills in the rest of `all` and runs the product. Returns 0, or 1 if memory runs out. */
 static int multiply_all(product all, int num_threads) {
     int has_layout = wants_layout(all.M, all.is_int8);
     int64_t num_panels = (all.N + PANEL - 1) / PANEL, laid_out = has_layout ? laid_out_bytes(all.M, all.K) : 0;
@@ -190,8 +191,8 @@ static int multiply_all(product all, int num_threads) {
     return 0;
 }
 
-/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:
- * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
+/* out = x @ w.T * scale + bias. x: [M, K]; out: [M, N] in bf16, or the same values in fp32 if is_wide; panels: bf16, or
+ * int8 if is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 if memory runs out. */
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
     product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, 0, 0, 0, 0, 0};
@@ -200,8 +201,9 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
 
 int octavo_can_gate(int64_t M, int64_t I) { return can_gate(M, I); }
 
-/* out = silu(gate) * up, of bf16 weights of which the first I outputs are gates: the same bits as by two kernels, without
- * a pass over memory between them. out: [M, I]; only where `octavo_can_gate`. Returns 0, or 1 without memory. */
+/* out = silu(gate) * up, where the first I outputs of the bf16 weights are gates: the same bits as with two kernels,
+ * without a pass over memory between them. out: [M, I]. Call it only if `octavo_can_gate`. Returns 0, or 1 if memory
+ * runs out. */
 int octavo_matmul_gated(const bf16 *x, const void *panels, const float *scale, const float *bias, bf16 *out, int64_t M,
                         int64_t I, int64_t K, int num_threads) {
     product all = {x, panels, 0, scale, bias, out, 0, M, I, K, I / PANEL, 0, 0, 0, 0};

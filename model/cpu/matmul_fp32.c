@@ -1,10 +1,10 @@
-/* Products of a few or many rows with packed weights, for CPUs without bf16 instructions: weights and inputs are widened
- * to fp32 and multiplied at its rate.
+/* Products of few or many rows with packed weights, for CPUs without bf16 instructions: weights and inputs are widened
+ * to fp32 and multiplied as such.
  *
- * Weights lie as in matmul.c: [N / PANEL, K / 2, PANEL, 2], so that a 32-bit word holds two inputs of an output; a shift
- * widens one bf16 of it, a mask the other. For few rows a panel is widened in registers while it streams by. For many,
- * BLOCK inputs of it at a time are widened into the cache, where every tile of rows reads them. Every sum runs over the
- * inputs in order, whatever the number of rows and threads: a row has the same bits in any batch.
+ * Weights are stored as in matmul.c: [N / PANEL, K / 2, PANEL, 2], so that a 32-bit word holds two inputs of an output;
+ * a shift widens one bf16 of it, a mask the other. For few rows, a panel is widened in registers as it is read. For
+ * many, BLOCK inputs of it at a time are widened into the cache, where every tile of rows reads them. Every sum adds
+ * the inputs in order, whatever the number of rows and threads, so that a row has the same bits in any batch.
  *
  * Legend: M rows · N outputs · K inputs (even). Must not know: torch, Python.
  */
@@ -17,12 +17,12 @@
 
 #define PANEL 32
 #define TILE (MOST_SUMS / SPREAD)
-#define WHOLE (PANEL / WIDTH) /* registers of a panel's outputs */
-#define FEW (WIDTH == 16 ? 8 * TILE : 3 * TILE) /* rows that widen a panel as it comes, every tile again */
+#define WHOLE (PANEL / WIDTH) /* registers that hold a panel's outputs */
+#define FEW (WIDTH == 16 ? 8 * TILE : 3 * TILE) /* up to so many rows, each tile widens a panel as it is read */
 #define BLOCK 256     /* inputs that are widened at once: 32 kB */
-#define MOST_ROWS (36 * TILE) /* whose sums, and inputs as fp32, are kept at once */
-#define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted */
-#define ENOUGH (64 * 1024) /* inputs that are worth sharing the widening of */
+#define MOST_ROWS (36 * TILE) /* rows whose sums, and inputs in fp32, are kept at once */
+#define AHEAD (128 * PANEL) /* how far ahead weights are prefetched */
+#define ENOUGH (64 * 1024) /* inputs for which widening is worth sharing among threads */
 
 enum format { PAIRS, INTEGERS };
 
@@ -36,7 +36,7 @@ static inline word_lanes words_at(const bf16 *from) {
     return words;
 }
 
-/* WIDTH pairs of integers, each pair as a number of 16 bits whose sign is the second one's. */
+/* WIDTH pairs of integers, each pair as a 16-bit number with the second one in its high byte, extended to 32 bits. */
 static inline int_lanes pairs_at(const int8_t *from) {
 #if defined(__AVX512F__)
     return (int_lanes)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from));
@@ -51,7 +51,7 @@ static inline int_lanes pairs_at(const int8_t *from) {
 #endif
 }
 
-/* Weights from `index` on, and AHEAD of there: the processor by itself is late. */
+/* Prefetches `count` weights, AHEAD of `index`: the hardware prefetcher is too late. */
 static inline __attribute__((always_inline)) void fetch(const void *panel, const enum format format, int64_t index,
                                                         const int count) {
     const int size = format == INTEGERS ? 1 : sizeof(bf16);
@@ -59,7 +59,7 @@ static inline __attribute__((always_inline)) void fetch(const void *panel, const
     for (int i = 0; i < count * size; i += 64) __builtin_prefetch(ahead + i, 0, 2);
 }
 
-/* index: of the first output's first input, counted in weights. */
+/* The weights of WIDTH outputs for two inputs. index: in weights, of the first output's first input. */
 static inline wide_pair widened(const void *panel, const enum format format, int64_t index) {
     if (format == INTEGERS) {
         int_lanes pairs = pairs_at((const int8_t *)panel + index);
@@ -70,12 +70,12 @@ static inline wide_pair widened(const void *panel, const enum format format, int
     return (wide_pair){(lanes)(words << 16), (lanes)(words & 0xffff0000u)};
 }
 
-/* sums[m][j] = rows of x times spread * WIDTH outputs of a panel, from column `first`. rows, spread, format: constants
- * where this is called, so that the sums are registers. */
+/* out: [rows, PANEL] = rows of x times spread * WIDTH outputs of a panel, from column `first`. rows, spread, format:
+ * compile-time constants in each call, so that the sums stay in registers. */
 static inline __attribute__((always_inline)) void stream(const int rows, const int spread, const enum format format,
                                                          const float *x, int64_t stride, int64_t K, const void *panel,
                                                          int64_t first, float *out) {
-    lanes sums[TILE][WHOLE]; /* of fixed sizes, or they would be memory */
+    lanes sums[TILE][WHOLE]; /* constant sizes, or they would be in memory */
     for (int m = 0; m < rows; m++)
         for (int j = 0; j < spread; j++) sums[m][j] = (lanes){0};
     for (int64_t k = 0; k < K; k += 2) {
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void stream(const int rows, const i
         for (int j = 0; j < spread; j++) put_lanes(out + m * PANEL + first + j * WIDTH, sums[m][j]);
 }
 
-/* As many outputs at once as there are registers for: a panel is read once where it can be. */
+/* As many outputs at once as there are registers for, so that a panel is read once if possible. */
 #define SPREAD_OF(rows) ((rows) * WHOLE <= MOST_SUMS ? WHOLE : (rows) * 2 * SPREAD <= MOST_SUMS ? 2 * SPREAD : SPREAD)
 
 static inline __attribute__((always_inline)) void stream_panel(const int rows, const enum format format, const float *x,
@@ -113,7 +113,7 @@ static inline __attribute__((always_inline)) void stream_panel(const int rows, c
 #define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #endif
 
-/* out: [rows, PANEL], the sums of up to TILE rows. */
+/* out: [rows, PANEL], the sums of up to TILE rows over all inputs. */
 static void tile_times_panel(int64_t rows, const enum format format, const float *x, int64_t stride, int64_t K,
                              const void *panel, float *out) {
 #define PAIRS_CASE(n) case n: stream_panel(n, PAIRS, x, stride, K, panel, out); break;
@@ -122,7 +122,7 @@ static void tile_times_panel(int64_t rows, const enum format format, const float
     else switch (rows) { EACH_ROWS(INTEGERS_CASE) }
 }
 
-/* Inputs from `first` on of a panel as [count, PANEL] floats. */
+/* Widens `count` inputs of a panel, from `first` on, to [count, PANEL] floats. */
 static inline __attribute__((always_inline)) void widen_block(const enum format format, const void *panel,
                                                               int64_t first, int64_t count, float *to) {
     for (int64_t k = 0; k < count; k += 2) {
@@ -175,7 +175,7 @@ typedef struct {
     int64_t M, N, K;
     float *x_wide; /* [M, stride] */
     int64_t stride;
-    float *scratch; /* of each seat: sums [M, PANEL], then a block of weights */
+    float *scratch; /* per thread: sums [M, PANEL], then a block of weights */
     size_t scratch_size;
 } product;
 
@@ -194,7 +194,7 @@ static void widen_some(void *context, int64_t first, int64_t end, int seat) {
     }
 }
 
-/* A row's sums, scaled and rounded to bf16, to where they belong. */
+/* Scales a row's sums, rounds them to bf16 and writes them to `out`. */
 static inline void put_row(const product *all, int64_t m, int64_t column, const float *sums) {
     put_scaled(sums, all->scale + column, all->bias + column, PANEL, all->N - column, all->out, all->is_wide,
                m * all->N + column);
@@ -230,12 +230,12 @@ static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
     for (int64_t p = first; p < end; p++) multiply_panel(all, p, sums);
 }
 
-/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:
- * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
+/* out = x @ w.T * scale + bias. x: [M, K]; out: [M, N] in bf16, or the same values in fp32 if is_wide; panels: bf16, or
+ * int8 if is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 if memory runs out. */
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
     int64_t most = M < MOST_ROWS ? M : MOST_ROWS;
-    int64_t stride = ((K + 15) / 16 | 1) * 16; /* an odd number of lines: rows share no place in a cache */
+    int64_t stride = ((K + 15) / 16 | 1) * 16; /* an odd number of cache lines, against conflicts between rows */
     size_t scratch_size = (size_t)(most * PANEL + (M > FEW ? BLOCK * PANEL : 0)) * sizeof(float);
     size_t size = (size_t)(most * stride) * sizeof(float) + (size_t)num_threads * scratch_size;
     float *memory = aligned_alloc(64, size);
@@ -252,7 +252,7 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
     return 0;
 }
 
-/* Gates and their ups are multiplied by themselves. */
+/* There is no fused product here: gates and ups are computed by a plain one. */
 int octavo_can_gate(int64_t M, int64_t I) { return (void)M, (void)I, 0; }
 
 int octavo_matmul_gated(const bf16 *x, const void *panels, const float *scale, const float *bias, bf16 *out, int64_t M,
@@ -262,5 +262,5 @@ int octavo_matmul_gated(const bf16 *x, const void *panels, const float *scale, c
 }
 
 #else
-typedef int octavo_has_bf16; /* matmul.c is for this CPU */
+typedef int octavo_has_bf16; /* this CPU uses matmul.c */
 #endif

@@ -1,12 +1,13 @@
-/* Products of 8-bit integers: weights with a scale per output, inputs rounded here, each GROUP of a row by a scale of its own.
+/* Products of 8-bit integers: weights have a scale per output; inputs are rounded here, each GROUP of a row in a unit
+ * of its own.
  *
- * Sums of four products, dots, are what processors have instructions for (dots_x86.h, dots_neon.h). Dots of a group are
- * exact, and groups are added in fp32 in order: a row has the same bits in any batch.
+ * CPUs have instructions for dot products of four integers (dots_x86.h, dots_neon.h). The dots of a group are exact,
+ * and groups are added in fp32 in order, so that a row has the same bits in any batch.
  *
- * Weights lie in panels of PANEL outputs, four inputs together: [N / PANEL, K / 4, PANEL, 4]. Rounded inputs are laid out so
- * that a panel streams by once for a block of rows: [K / GROUP, M, GROUP].
+ * Weights are stored in panels of PANEL outputs, four inputs together: [N / PANEL, K / 4, PANEL, 4]. Rounded inputs are
+ * stored as [K / GROUP, M, GROUP], so that a panel is read once for a block of rows.
  *
- * Legend: M rows · N outputs · K inputs · G groups, the last one filled up with zeros. Must not know: torch, Python.
+ * Legend: M rows · N outputs · K inputs · G groups, the last one padded with zeros. Must not know: torch, Python.
  */
 
 #include "team.h"
@@ -22,11 +23,11 @@
 
 #define PANEL 32
 #define LINE 64
-#define FEW_GROUPS 8       /* whose weights stay in the first cache while a block of rows meets them */
-#define BLOCK_ROWS 112     /* whose sums and inputs stay there, too */
-#define ENOUGH (64 * 1024) /* inputs that are worth sharing the rounding of */
-#define FETCHED_ROWS (WIDTH == 16 ? 5 : 2) /* so few at least: fewer read faster without */
-#define WHOLE (PANEL / WIDTH) /* registers of a panel's outputs */
+#define FEW_GROUPS 8       /* groups whose weights stay in the L1 cache for a block of rows */
+#define BLOCK_ROWS 112     /* rows whose sums and inputs stay there too */
+#define ENOUGH (64 * 1024) /* inputs for which rounding is worth sharing among threads */
+#define FETCHED_ROWS (WIDTH == 16 ? 5 : 2) /* from so many rows on, weights are prefetched; fewer are faster without */
+#define WHOLE (PANEL / WIDTH) /* registers that hold a panel's outputs */
 
 typedef struct {
     const bf16 *x;
@@ -37,8 +38,8 @@ typedef struct {
     int64_t M, N, K, G;
     int8_t *steps; /* rounded inputs: [G, M, GROUP] */
     float *units; /* [G, M] */
-    float *start; /* [M]: what sums begin with */
-    float *sums;  /* of each seat: [sums_size] */
+    float *start; /* [M]: initial value of the sums */
+    float *sums;  /* per thread: [sums_size] */
     int64_t sums_size;
 } product;
 
@@ -63,15 +64,15 @@ static void round_some(void *context, int64_t first, int64_t end, int seat) {
 
 /* ---------------------------------------------------------------- products */
 
-/* Weights that a tile fetches while it works: so many groups of a panel, one beside each of its own. Every tile fetches
- * its share, so that memory works while weights meet the later ones, too. */
+/* Weights that a tile prefetches: so many groups of a panel, one for each group that it multiplies. Each tile
+ * prefetches a share of them, so that memory is busy during the later tiles too. */
 typedef struct {
     const int8_t *from;
     int64_t groups;
 } ahead;
 
-/* to: [rows, PANEL] += rows of `count` groups, stride apart, times `spread` registers of a panel's outputs. rows, spread:
- * constants where this is called, so that dots and sums are registers. */
+/* to: [rows, PANEL] += rows of `count` groups, stride apart, times `spread` registers of a panel's outputs. rows,
+ * spread: compile-time constants in each call, so that dots and sums stay in registers. */
 static inline __attribute__((always_inline)) void add_outputs(const int rows, const int spread, const int8_t *steps,
                                                               const float *units, int64_t stride, int64_t count,
                                                               const int8_t *weights, ahead next, float *to) {
@@ -115,7 +116,7 @@ static inline __attribute__((always_inline)) void add_groups(const int rows, con
         add_outputs(rows, spread, steps, units, stride, count, weights + 4 * n, next, to + n);
 }
 
-/* Up to TILE rows. */
+/* `add_groups` for up to TILE rows. */
 static void add_groups_to(int64_t rows, const int8_t *steps, const float *units, int64_t stride, int64_t count,
                           const int8_t *weights, ahead next, float *to) {
     switch (rows) {
@@ -130,13 +131,13 @@ static void add_groups_to(int64_t rows, const int8_t *steps, const float *units,
     }
 }
 
-/* A row's sums, scaled and rounded to bf16, to where they belong. */
+/* Scales a row's sums, rounds them to bf16 and writes them to `out`. */
 static inline void put_row(const product *all, int64_t m, int64_t column, const float *sums) {
     put_scaled(sums, all->scale + column, all->bias + column, PANEL, all->N - column, all->out, all->is_wide,
                m * all->N + column);
 }
 
-/* Up to BLOCK_ROWS rows from `first` on times one panel. */
+/* Multiplies up to BLOCK_ROWS rows, from `first` on, with one panel. */
 static void multiply_block(const product *all, int64_t first, int64_t rows, int64_t column, float *sums) {
     for (int64_t m = 0; m < rows; m++)
         for (int n = 0; n < PANEL; n++) sums[m * PANEL + n] = all->start[first + m];
@@ -166,8 +167,8 @@ static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
 
 const char *octavo_integer_arithmetic(void) { return ARITHMETIC; }
 
-/* out = rounded(x) @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide;
- * scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
+/* out = rounded(x) @ w.T * scale + bias. x: [M, K]; out: [M, N] in bf16, or the same values in fp32 if is_wide; scale,
+ * bias: fp32, padded to whole panels. Returns 0, or 1 if memory runs out. */
 int octavo_matmul_int8(const bf16 *x, const int8_t *panels, const float *scale, const float *bias, void *out, int is_wide,
                        int64_t M, int64_t N, int64_t K, int num_threads) {
     int64_t G = (K + GROUP - 1) / GROUP, cells = (M * G + 15) / 16 * 16, rows = (M + 15) / 16 * 16; /* whole lines */
@@ -185,7 +186,7 @@ int octavo_matmul_int8(const bf16 *x, const int8_t *panels, const float *scale, 
 
 #else
 
-/* There are no such instructions. */
+/* This CPU has no such instructions. */
 const char *octavo_integer_arithmetic(void) { return ""; }
 
 int octavo_matmul_int8(const bf16 *x, const int8_t *panels, const float *scale, const float *bias, void *out, int is_wide,

@@ -1,5 +1,5 @@
-/* Rows times a panel of weights in the tiles of AMX: what matmul.c is made of where there are some. They are the faster way
- * for one row, too, whose tiles are of one row. Must not know: threads, how many panels there are.
+/* Rows times a panel of weights in AMX tiles, used by matmul.c on CPUs that have them. They are faster even for one
+ * row, with tiles of one row. Must not know: threads, how many panels there are.
  */
 
 #ifndef OCTAVO_PANELS_H
@@ -9,13 +9,13 @@
 #include "vectors.h"
 
 #define ARITHMETIC "AMX"
-#define FEW BLOCK_ROWS /* rows for which integers are widened as they come */
-#define FEW_ROWS (2 * BLOCK_ROWS) /* that are multiplied as they lie, with one panel after the other */
+#define FEW BLOCK_ROWS /* up to so many rows, integers are widened as they are read */
+#define FEW_ROWS (2 * BLOCK_ROWS) /* up to so many rows are read in place, with one panel after another */
 
-/* More rows are laid out in the order of tiles first, and a block of them is multiplied with TOGETHER panels, so that it comes
- * to the first cache once for all of them. Not more than PIECE inputs at a time, of which the second cache has to hold the
- * panels' weights; sums of up to SLAB rows wait there until the last piece. What of a block stays in the first cache is
- * NEAR inputs. */
+/* More rows are first laid out in the order of tiles, and a block of them is multiplied with TOGETHER panels, so that
+ * it is loaded into the L1 cache once for all of them. At most PIECE inputs are processed at a time, so that the
+ * panels' weights for them fit in the L2 cache; partial sums of up to SLAB rows wait there until the last piece. The
+ * first NEAR inputs of a block stay in the L1 cache. */
 #define TOGETHER 8
 #define PIECE 1024
 #define SLAB 512
@@ -31,7 +31,7 @@ static inline int64_t laid_out_bytes(int64_t M, int64_t K) {
     return up_to_whole(M, BLOCK_ROWS) * up_to_whole(K, TILE_INPUTS) * (int64_t)sizeof(bf16);
 }
 
-/* Blocks of rows as [K / TILE_INPUTS, BLOCK_ROWS, TILE_INPUTS], with zeros behind the last input and the last row. */
+/* Copies blocks of rows to [K / TILE_INPUTS, BLOCK_ROWS, TILE_INPUTS], padded with zeros beyond K and M. */
 static void lay_out_blocks(void *context, int64_t first, int64_t end, int seat) {
     const product *all = context;
     int64_t K = all->K, size = up_to_whole(K, TILE_INPUTS) * BLOCK_ROWS;
@@ -53,13 +53,14 @@ static inline void begin_panels(int64_t M) { tiles_begin(M < BLOCK_ROWS ? M : BL
 
 static inline void end_panels(void) { tiles_end(); }
 
-/* How many panels are a job: as many jobs for each thread, where rows are read again for each of them. */
+/* Number of panels in a job: as many as possible, since every job reads all rows, while each thread gets the same
+ * number of jobs. */
 static inline int64_t panels_together(const product *all, int64_t num_panels, int num_threads) {
     int64_t most = all->ups ? TOGETHER / 2 : TOGETHER, num_jobs = up_to_whole((num_panels + most - 1) / most, num_threads);
     return (num_panels + num_jobs - 1) / num_jobs;
 }
 
-/* What a seat needs for the sums of `count` panels that wait; 0 where none do. */
+/* Bytes that a thread needs for the partial sums of `count` panels; 0 if there is only one piece. */
 static inline int64_t waiting_bytes(int64_t K, int64_t count) {
     return K > PIECE ? count * SLAB * PANEL * (int64_t)sizeof(float) : 0;
 }
@@ -71,7 +72,7 @@ static inline void put_rows(const float *sums, int64_t rows, int64_t m, const ta
     }
 }
 
-/* Up to FEW_ROWS rows times panel p, which comes from memory for the first of them. */
+/* Up to FEW_ROWS rows times panel p, which is read from memory for the first block of rows and then from caches. */
 static void times_panel(const product *all, int64_t p) {
     int64_t M = all->M, K = all->K;
     float sums[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
@@ -89,7 +90,8 @@ static void times_panel(const product *all, int64_t p) {
     }
 }
 
-/* As `put_rows` of a gate's sums and its up's, but silu(gate) * up, which are rounded as they would have been by themselves. */
+/* `put_rows` of silu(gate) * up, from the sums of a gate's panel and its up's, which are rounded as in separate
+ * products. */
 static inline void put_gated_rows(const float *gate, const float *up, int64_t rows, int64_t m, const target *to,
                                   const target *to_up) {
     bf16 *out = (bf16 *)to->out + m * to->N + to->column;
@@ -101,7 +103,8 @@ static inline void put_gated_rows(const float *gate, const float *up, int64_t ro
         }
 }
 
-/* `inputs` of a block of rows, laid out, times a panel, from input k on. */
+/* Multiplies `inputs` inputs of a block of rows that are laid out, from input k on, with a panel. is_far: see
+ * sum_tiles. */
 static inline void sum_block(tile_operand x, const bf16 *panel, int64_t k, int64_t inputs, int is_far, float *sums) {
     tile_operand w = {panel + k * PANEL, 4 * PANEL, 2 * TILE_INPUTS * PANEL};
     if (k && is_far) sum_tiles(1, 1, 1, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
@@ -110,8 +113,8 @@ static inline void sum_block(tile_operand x, const bf16 *panel, int64_t k, int64
     else sum_tiles(1, 0, 0, NEAR, 0, x, BLOCK_ROWS, w, inputs, sums, PANEL);
 }
 
-/* Inputs k to k + inputs - 1 of rows m and on times `count` panels, of which the first is the product's panel p, and times
- * the ups that belong to them. */
+/* Multiplies inputs k to k + inputs - 1 of the block of rows from m on with `count` panels, the first of which is the
+ * product's panel p, and with the ups that belong to them. */
 static void block_times_panels(const product *all, const bf16 *panels, int64_t p, int64_t count, int64_t m, int64_t k,
                                int64_t inputs, float *waiting) {
     int64_t M = all->M, K = all->K, ups = all->ups, rows = M - m < BLOCK_ROWS ? M - m : BLOCK_ROWS;
@@ -132,7 +135,7 @@ static void block_times_panels(const product *all, const bf16 *panels, int64_t p
     }
 }
 
-/* All rows, laid out, times panels. waiting: of `waiting_bytes`. */
+/* All rows, laid out, times `count` panels. waiting: memory of `waiting_bytes`. */
 static void times_together(const product *all, const bf16 *panels, int64_t p, int64_t count, float *waiting) {
     int64_t M = all->M, K = all->K, num_pieces = (K + PIECE - 1) / PIECE;
     int64_t piece = up_to_whole((K + num_pieces - 1) / num_pieces, TILE_INPUTS);
@@ -142,7 +145,7 @@ static void times_together(const product *all, const bf16 *panels, int64_t p, in
                 block_times_panels(all, panels, p, count, m, k, K - k < piece ? K - k : piece, waiting);
 }
 
-/* All rows times panels first to end - 1. waiting: of `waiting_bytes`. */
+/* All rows times panels first to end - 1. waiting: memory of `waiting_bytes`. */
 static void times_panels(const product *all, int64_t first, int64_t end, void *waiting) {
     for (int64_t p = first; !all->laid_out && p < end; p++) times_panel(all, p);
     for (int64_t p = first, count; all->laid_out && p < end; p += count) {
@@ -151,12 +154,12 @@ static void times_panels(const product *all, int64_t first, int64_t end, void *w
     }
 }
 
-/* More rows than FEW times panel p, whose integers were widened. waiting: of `waiting_bytes` of one panel. */
+/* More rows than FEW times panel p, whose integers were widened. waiting: memory of `waiting_bytes` for one panel. */
 static void times_widened(const product *all, const bf16 *panel, int64_t p, void *waiting) {
     times_together(all, panel, p, 1, waiting);
 }
 
-/* Up to FEW rows times panel p of integers. */
+/* Up to FEW rows times integer panel p. */
 static void times_integers(const product *all, int64_t p) {
     int64_t M = all->M, K = all->K;
     float sums[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));

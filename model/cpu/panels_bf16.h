@@ -1,19 +1,20 @@
-/* Rows times a panel of weights by AVX512-BF16: what matmul.c is made of where there is no AMX. A tile of up to TILE rows
- * keeps its sums in registers. Must not know: threads, how many panels there are.
+/* Rows times a panel of weights with AVX512-BF16, used by matmul.c on CPUs without AMX. A tile of up to TILE rows keeps
+ * its sums in registers. Must not know: threads, how many panels there are.
  */
 
 #ifndef OCTAVO_PANELS_H
 #define OCTAVO_PANELS_H
 
 #define ARITHMETIC "AVX512-BF16"
-#define TILE 14 /* two sums a row, a pair of weights and one of inputs are 31 of the 32 registers */
-#define FEWEST 4 /* rows of a tile that keep the processor busy: fewer sums wait for themselves */
-#define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted, where the processor by itself is late */
+#define TILE 14 /* two sums per row, two registers of weights and one of inputs: 31 of the 32 registers */
+#define FEWEST 4 /* the fewest rows of a tile that keep the processor busy: with fewer, additions wait for each other */
+#define AHEAD (128 * PANEL) /* how far ahead weights are prefetched if the hardware prefetcher is too late */
 
-/* So few rows that widening the integers as they come is cheaper than doing it once for all rows. */
+/* Up to so many rows, widening the integers as they are read is cheaper than widening them once for all rows. */
 #define FEW (2 * TILE)
 
-/* How a panel is read. PAIRS_FETCHED: for 8 rows and more, when it comes from memory; slower for fewer, and from caches. */
+/* How a panel is read. PAIRS_FETCHED: with prefetches, for 8 rows and more if it is in memory; slower for fewer rows,
+ * and from caches. */
 enum format { PAIRS, PAIRS_FETCHED, INTEGERS };
 #define FETCHED_ROWS 8
 
@@ -37,7 +38,8 @@ static inline wide_pairs weights_at(const void *panel, const enum format format,
     return (wide_pairs){(__m512bh)_mm512_loadu_si512(from), (__m512bh)_mm512_loadu_si512(from + PANEL)};
 }
 
-/* Rows from m on. rows, format: constants where this is called, so that the sums are registers. */
+/* Rows from m on times a panel. rows, format: compile-time constants in each call, so that the sums stay in
+ * registers. */
 static inline __attribute__((always_inline)) void tile(const int rows, const enum format format, const bf16 *x,
                                                        int64_t K, const void *panel, int64_t m, const target *to) {
     __m512 low[TILE], high[TILE];
@@ -57,7 +59,7 @@ static inline __attribute__((always_inline)) void tile(const int rows, const enu
     }
 }
 
-/* Up to TILE rows times one panel: few rows, or after the first have brought it to the caches. */
+/* Up to TILE rows times one panel: few rows, or a panel that earlier rows have brought into the caches. */
 static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, int64_t m, const target *to) {
     switch (rows) {
 #define CASE(n) case n: tile(n, PAIRS, x, K, panel, m, to); break;
@@ -65,7 +67,7 @@ static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const void 
     }
 }
 
-/* FETCHED_ROWS to TILE rows times one panel that lies in memory. */
+/* FETCHED_ROWS to TILE rows times one panel that is in memory. */
 static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, const target *to) {
     switch (rows) {
 #define FAR_CASE(n) case n: tile(n, PAIRS_FETCHED, x, K, panel, 0, to); break;
@@ -82,13 +84,13 @@ static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const vo
     }
 }
 
-/* Rows of the tile that begins with row m of M. */
+/* Number of rows of the tile that starts at row m of M. */
 static inline int64_t rows_of_tile(int64_t m, int64_t M) {
-    int64_t left = M - m, are_alike = m && left > TILE && left < TILE + FEWEST; /* the last two tiles */
+    int64_t left = M - m, are_alike = m && left > TILE && left < TILE + FEWEST; /* the last two tiles share the rows */
     return are_alike ? (left + 1) / 2 : left < TILE ? left : TILE;
 }
 
-/* Rows are multiplied as they lie, and no sums wait. */
+/* Rows are read in place, and there are no partial sums. */
 static inline int wants_layout(int64_t M, int is_int8) { return (void)M, (void)is_int8, 0; }
 
 static inline int can_gate(int64_t M, int64_t I) { return (void)M, (void)I, 0; }
@@ -107,7 +109,7 @@ static inline void begin_panels(int64_t M) { (void)M; }
 
 static inline void end_panels(void) {}
 
-/* All rows times panel p, which lies in memory or, where is_far is not, in a cache. */
+/* All rows times panel p, which is in memory if is_far, else in a cache. */
 static void times_panel(const product *all, const bf16 *panel, int64_t p, int is_far) {
     target to = target_of(all, p);
     for (int64_t m = 0, rows; m < all->M; m += rows) {
@@ -129,7 +131,7 @@ static void times_widened(const product *all, const bf16 *panel, int64_t p, void
     times_panel(all, panel, p, 0);
 }
 
-/* Up to FEW rows times panel p of integers. */
+/* Up to FEW rows times integer panel p. */
 static void times_integers(const product *all, int64_t p) {
     const int8_t *panel = (const int8_t *)all->panels + p * PANEL * all->K;
     target to = target_of(all, p);

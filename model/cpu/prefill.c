@@ -1,9 +1,10 @@
 /* Attention of one sequence's new tokens over its cached prefix and themselves.
  *
- * Keys and values are read from their blocks once and laid out as products want weights, since every head of a group and
- * every tile of rows reads them again: as bf16 where the CPU multiplies that, else widened to fp32. The softmax runs
- * along, SPAN positions at a time (Milakov and Gimelshein 2018). Spans begin at multiples of SPAN, whatever the chunk: a
- * token has the same bits however its prompt was cut. Nothing behind the context is read.
+ * Keys and values are read from their blocks once and stored in the layout of weights for products, since every head of
+ * a group and every tile of rows reads them again: in bf16 if the CPU multiplies it, else widened to fp32. The softmax
+ * is computed online, SPAN positions at a time (Milakov and Gimelshein 2018). Spans begin at multiples of SPAN,
+ * whatever the chunk, so that a token has the same bits however its prompt was divided. Nothing beyond the context is
+ * read.
  *
  * Legend: Q new tokens · C context (cached and new) · N query heads · K kv heads · H head dim (a multiple of PANEL) ·
  * P blocks · B block size. Must not know: torch, Python, who owns a block.
@@ -13,7 +14,7 @@
 #include "vectors.h"
 
 #define PANEL 32
-#define SPAN 256      /* positions between two looks at the largest score; scores of a tile stay in the first cache */
+#define SPAN 256      /* positions per update of the maximum score; the scores of a tile stay in the L1 cache */
 #define MOST_DIM 256
 
 #ifdef __AVX512BF16__
@@ -22,7 +23,8 @@
 #include "spans_fp32.h"
 #endif
 
-/* Up to TILE tokens of one head, the first at position `first`. stride: from one token to the next in q and out. */
+/* Attention of up to TILE tokens of one head, the first at position `first`. stride: from one token to the next in q
+ * and out. */
 static void attend_tile(const bf16 *q, int64_t rows, int64_t stride, int64_t first, const operand *keys,
                         const operand *values, int64_t H, float factor, bf16 *out) {
     operand q_MH[TILE * MOST_DIM], weight[TILE * SPAN];
@@ -83,7 +85,7 @@ static void attend_some(void *context, int64_t first, int64_t end, int seat) {
     end_spans();
 }
 
-/* q, out: [Q, N, H]; the new tokens are the last Q of the context. Returns 0, or 1 without memory. */
+/* q, out: [Q, N, H]; the new tokens are the last Q of the context. Returns 0, or 1 if memory runs out. */
 int octavo_chunk_attention(const bf16 *q, const bf16 *k_pool, const bf16 *v_pool, const int32_t *table, bf16 *out,
                            int64_t Q, int64_t C, int64_t N, int64_t K, int64_t H, int64_t B, float scale,
                            int num_threads) {

@@ -1,5 +1,6 @@
-/* Attention over a span of positions by AVX512-BF16, and by AMX where that is there: what prefill.c is made of. Pairs of
- * what is summed over lie together, and a softmax's weights are bf16. Must not know: blocks, chunks.
+/* Attention over a span of positions with AVX512-BF16, and AMX if there is, used by prefill.c. Numbers are stored in
+ * pairs along the dimension that is summed over, and the weights of the softmax are bf16. Must not know: blocks,
+ * chunks.
  */
 
 #ifndef OCTAVO_SPANS_H
@@ -11,17 +12,17 @@
 #include "tiles_amx.h"
 #define TILE BLOCK_ROWS
 #else
-#define TILE 12 /* rows whose sums are registers */
+#define TILE 12 /* rows whose sums fit in registers */
 #endif
 
 #define PER_SCALE 1.44269504088896341f /* scores are exponents of two */
 
 typedef bf16 operand;
 
-/* As it is multiplied. */
+/* Copies a query for the products. */
 static inline void take_row(const bf16 *from, int64_t H, operand *to) { memcpy(to, from, (size_t)H * sizeof(bf16)); }
 
-/* Key j of a panel of 32, which lies as [H / 2, 32, 2]; zeros where there is none. */
+/* Stores key j of a panel of 32, in layout [H / 2, 32, 2]; zeros if `from` is null. */
 static inline void lay_out_key(const bf16 *from, int64_t H, int64_t j, operand *panel) {
     for (int64_t h = 0; h < H; h += 2) {
         uint32_t pair = 0;
@@ -30,7 +31,7 @@ static inline void lay_out_key(const bf16 *from, int64_t H, int64_t j, operand *
     }
 }
 
-/* Value j of 32, which lie as [16, H, 2]; zeros where there is none. */
+/* Stores value j of a panel of 32, in layout [16, H, 2]; zeros if `from` is null. */
 static inline void lay_out_value(const bf16 *from, int64_t H, int64_t j, operand *panel) {
     operand *row = panel + j / 2 * 2 * H + j % 2;
     for (int64_t h = 0; h < H; h++) row[2 * h] = from ? from[h] : 0;
@@ -74,7 +75,7 @@ static inline void begin_spans(void) {}
 
 static inline void end_spans(void) {}
 
-/* low, high += rows of x times 32 outputs; step: from one pair of inputs to the next. */
+/* low, high += rows of x times 32 outputs. step: from one pair of inputs to the next in w. */
 static inline __attribute__((always_inline)) void add_products(const bf16 *x, int64_t stride_x, int64_t pairs,
                                                                const bf16 *w, int64_t step, __m512 low[TILE],
                                                                __m512 high[TILE]) {
@@ -122,7 +123,7 @@ static void mix_span(const bf16 *weight, const bf16 *values, int64_t H, int64_t 
 
 #endif
 
-/* Two to the x for x <= 0, to about 2e-6 of it; not a number stays that. */
+/* 2^x for x <= 0, with a relative error of about 2e-6; NaN stays NaN. */
 static inline __m512 exp2_of(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -137,7 +138,8 @@ static inline __m512 exp2_of(__m512 x) {
 
 static inline __mmask16 up_to(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
 
-/* One row's weights of this span, as bf16, zeros from `seen` to the last panel's end. Returns what earlier sums shrink by. */
+/* One row's softmax weights in this span, in bf16; zeros from `seen` to `width`. Updates the row's maximum and total.
+ * Returns the factor for earlier sums. */
 static float soften_span(const float *score, int64_t seen, int64_t width, float *top, float *total, bf16 *weight) {
     if (seen <= 0) {
         memset(weight, 0, (size_t)width * sizeof(bf16));

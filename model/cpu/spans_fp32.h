@@ -1,5 +1,5 @@
-/* Attention over a span of positions in fp32, for CPUs without bf16 instructions: what prefill.c is made of. Keys and
- * values are widened once, when they are laid out. Must not know: blocks, chunks.
+/* Attention over a span of positions in fp32, used by prefill.c on CPUs without bf16 instructions. Keys and values are
+ * widened once, when they are laid out. Must not know: blocks, chunks.
  */
 
 #ifndef OCTAVO_SPANS_H
@@ -7,7 +7,7 @@
 
 #include "lanes.h"
 
-#define TILE (MOST_SUMS / SPREAD) /* rows whose sums are registers */
+#define TILE (MOST_SUMS / SPREAD) /* rows whose sums fit in registers */
 #define PER_SCALE 1.0f            /* scores are exponents of e */
 
 typedef float operand;
@@ -16,17 +16,17 @@ static inline void begin_spans(void) {}
 
 static inline void end_spans(void) {}
 
-/* As it is multiplied. */
+/* Widens a row for the products. */
 static inline void take_row(const bf16 *from, int64_t H, operand *to) {
     for (int64_t h = 0; h < H; h++) to[h] = widen1(from[h]);
 }
 
-/* Key j of a panel of 32, which lies as [H, 32]; zeros where there is none. */
+/* Stores key j of a panel of 32, in layout [H, 32]; zeros if `from` is null. */
 static inline void lay_out_key(const bf16 *from, int64_t H, int64_t j, operand *panel) {
     for (int64_t h = 0; h < H; h++) panel[h * PANEL + j] = from ? widen1(from[h]) : 0.0f;
 }
 
-/* Value j of 32, which lie as [32, H]; zeros where there is none. */
+/* Stores value j of a panel of 32, in layout [32, H]; zeros if `from` is null. */
 static inline void lay_out_value(const bf16 *from, int64_t H, int64_t j, operand *panel) {
     if (from) take_row(from, H, panel + j * H);
     else memset(panel + j * H, 0, (size_t)H * sizeof(operand));
@@ -53,7 +53,8 @@ static inline vec chosen(ivec where, vec x, vec otherwise) {
     return (vec)(((ivec)x & where) | ((ivec)otherwise & ~where));
 }
 
-/* One row's weights of this span, zeros from `seen` to the last panel's end. Returns what earlier sums shrink by. */
+/* One row's softmax weights in this span; zeros from `seen` to `width`. Updates the row's maximum and total. Returns
+ * the factor for earlier sums. */
 static float soften_span(const float *score, int64_t seen, int64_t width, float *top, float *total, operand *weight) {
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;

@@ -1,13 +1,13 @@
-/* The team: threads started when first wanted, which wait spinning while that pays and asleep otherwise.
+/* The team: threads that are started when first needed, and wait by spinning while that pays off, else asleep.
  *
- * To wake a sleeping thread takes longer than most kernels of a decode step, so a member spins for a while after each
- * kernel. Beside other processes that would take the core from one with work, perhaps from the very thread that
- * the member waits for. So a member compares the time that passed while it was awake with the processor time it was
- * given, and where much is missing the whole team stops spinning: a truce, twice as long each time it comes soon after
- * the last. When waits become too long to be spun through, spins become short by themselves.
+ * Waking a sleeping thread takes longer than most kernels of a decode step, so a member spins for a while after each
+ * kernel. If other processes need the cores, spinning would take a core from one with work, perhaps from the very
+ * thread that the member waits for. So a member compares the time that passed while it was awake with the processor
+ * time that it got, and if much is missing the whole team stops spinning for a while: a truce, each twice as long as
+ * the last if it comes soon after that. When waits become too long to spin through, spins are shortened.
  *
- * All of a kernel's progress is one word: jobs left, how many are at work, how many may be. A job is taken by compare
- * and exchange, which also makes its taker one of those at work; until all have left, the kernel's description stays.
+ * All of a kernel's progress is in one word: jobs left, threads at work, threads allowed. Jobs are taken by compare and
+ * exchange, which also counts the taker as at work; the kernel's description stays unchanged until all have left.
  *
  * Must not know: what the jobs do.
  */
@@ -27,14 +27,14 @@
 
 #define MOST_MEMBERS 255
 #define MOST_JOBS INT32_MAX
-#define TURNS 32                  /* of a spin, between two looks at the clock */
+#define TURNS 32                  /* iterations of a spin between two looks at the clock */
 #define SHORTEST_SPIN_NS 5000
-#define LONGEST_SPIN_NS 200000    /* a step's kernels are some 20 microseconds apart, steps some hundred */
-#define LEAVING_SPIN_NS 50000     /* for those who still work: the last jobs take microseconds, waking up some fifty */
-#define LOOK_EVERY_NS 8000000     /* more than a neighbour needs for one message, less than a scheduler's few turns */
+#define LONGEST_SPIN_NS 200000    /* kernels of a step are some 20 microseconds apart, steps some hundred */
+#define LEAVING_SPIN_NS 50000     /* wait for the last jobs: they take microseconds, waking up takes some fifty */
+#define LOOK_EVERY_NS 8000000     /* more than another process needs for one message, less than a few time slices */
 #define SHORTEST_TRUCE_NS 16000000
 #define LONGEST_TRUCE_NS 512000000
-#define PEACE_NS 128000000        /* so long without a truce: the next is a short one */
+#define PEACE_NS 128000000        /* after so long without a truce, the next is a short one */
 
 /* Where one thread sleeps. */
 typedef struct {
@@ -43,13 +43,14 @@ typedef struct {
     pthread_cond_t woken;
 } bed;
 
-/* When a member last looked, on the wall's clock without the time it slept since, and on its own. */
+/* When a member last compared its times: wall-clock time, moved on by the time that it has slept since, and its own
+ * processor time. */
 typedef struct {
     int64_t wall_ns, given_ns;
 } watch;
 
 static struct {
-    _Alignas(64) atomic_uint_fast64_t progress; /* jobs left: 32 bits · at work: 16 · may be, with the caller: 16 */
+    _Alignas(64) atomic_uint_fast64_t progress; /* bits: jobs left 32 · at work 16 · allowed, with the caller 16 */
     _Alignas(64) team_jobs jobs;
     void *context;
     int64_t count;
@@ -74,7 +75,8 @@ static inline int has_jobs(int seat) {
     return left(now) && (uint64_t)seat < seats(now);
 }
 
-/* The next jobs: many at first, single ones at the end, as all wait for the last. joining: ONE_AT_WORK for one's first. */
+/* Takes the next jobs: many at first, single ones at the end, since all wait for the last one. joining: ONE_AT_WORK for
+ * a thread's first jobs, else 0. Returns 0 if there are none for this seat. */
 static inline int take(uint64_t joining, int seat, int64_t *first, int64_t *end) {
     uint64_t now = atomic_load(&team.progress), some;
     do {
@@ -94,14 +96,14 @@ static int64_t clock_ns(clockid_t clock) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* The sleeper has set is_asleep, and looked once more for what it waits for. */
+/* Before this, the caller has set is_asleep and then checked once more for what it waits for. */
 static void sleep_until_woken(bed *in) {
     pthread_mutex_lock(&in->lock);
     while (atomic_load(&in->is_asleep)) pthread_cond_wait(&in->woken, &in->lock);
     pthread_mutex_unlock(&in->lock);
 }
 
-/* Where no thread sleeps it costs a load. May come late, and wake one for nothing. */
+/* Costs only a load if the thread is awake. May be late and wake a thread for nothing. */
 static inline void wake(bed *of) {
     if (!atomic_load(&of->is_asleep)) return;
     pthread_mutex_lock(&of->lock);
@@ -130,7 +132,7 @@ static void call_truce(int64_t now_ns) {
     atomic_store(&team.truce_end_ns, now_ns + truce_ns);
 }
 
-/* Whether spinning is right: not in a truce, which begins here where others had an eighth of the time. */
+/* Whether to spin: not during a truce. Calls one if other processes had more than an eighth of the time. */
 static int may_spin(watch *last, int64_t now_ns) {
     int64_t passed_ns = now_ns - last->wall_ns;
     if (passed_ns > LOOK_EVERY_NS) {
@@ -141,7 +143,7 @@ static int may_spin(watch *last, int64_t now_ns) {
     return now_ns >= atomic_load(&team.truce_end_ns);
 }
 
-/* Returns whether jobs came in time. */
+/* Returns whether jobs came while spinning. */
 static int spin_for_jobs(int seat, int64_t start_ns, int64_t spin_ns) {
     do {
         for (int i = 0; i < TURNS; i++) {
@@ -152,7 +154,8 @@ static int spin_for_jobs(int seat, int64_t start_ns, int64_t spin_ns) {
     return 0;
 }
 
-/* A wait that a spin can cover, whether or not it did, makes the next spin longer; a longer wait makes it shorter. */
+/* A wait that is short enough to spin through makes the next spin longer, even if this one slept; a longer wait makes
+ * it shorter. */
 static void wait_for_jobs(int seat, watch *last, int64_t *spin_ns) {
     int64_t start_ns = clock_ns(CLOCK_MONOTONIC);
     int pays = may_spin(last, start_ns) && spin_for_jobs(seat, start_ns, *spin_ns);
@@ -166,7 +169,8 @@ static void wait_for_jobs(int seat, watch *last, int64_t *spin_ns) {
     *spin_ns = within(SHORTEST_SPIN_NS, pays ? 2 * *spin_ns : *spin_ns / 2, LONGEST_SPIN_NS);
 }
 
-/* A member that lost its core in the middle of a job comes back sooner where the caller gives up its own. */
+/* Spins, then sleeps: a member that lost its core in the middle of a job gets one sooner if the caller gives up its
+ * own. */
 static void wait_for_others(void) {
     int64_t start_ns = clock_ns(CLOCK_MONOTONIC);
     do {
@@ -204,7 +208,7 @@ static void make_bed(bed *in) {
     pthread_cond_init(&in->woken, 0);
 }
 
-/* As at the start: after fork the child has none of the others' threads, whatever they were doing. */
+/* The initial state, also for the child after a fork: it has none of the members' threads, whatever they were doing. */
 static void begin(void) {
     atomic_init(&team.progress, 0);
     atomic_flag_clear(&team.is_taken);
@@ -218,7 +222,8 @@ static void begin_once(void) {
     pthread_atfork(0, 0, begin);
 }
 
-/* How many members there are, up to `wanted`, for whom new ones are started. They take no signals. */
+/* Starts members until there are `wanted`, if possible. Returns how many may be used, at most `wanted`. Members block
+ * all signals. */
 static int recruit(int wanted) {
     if (wanted > MOST_MEMBERS) wanted = MOST_MEMBERS;
     if (wanted <= team.num_members) return wanted;

@@ -1,6 +1,6 @@
-/* Sums of products in the tiles of AMX, up to 32 rows times 32 outputs at a time: what panels_amx.h and spans_bf16.h are made
- * of. Weights lie as everywhere here, 32 outputs' pairs of inputs together, which is what tiles want: their rows are every
- * other 64 bytes. Every sum runs over the inputs in order. That this process may use tiles is asked by isa.py.
+/* Sums of products in AMX tiles, up to 32 rows times 32 outputs at a time, used by panels_amx.h and spans_bf16.h.
+ * Weights are stored as everywhere in this folder, pairs of inputs of 32 outputs together, which suits tiles: the rows
+ * of one are every other 64 bytes. Every sum adds the inputs in order. isa.py asks for permission to use tiles.
  * Must not know: scales, where sums go.
  */
 
@@ -14,18 +14,18 @@
 #define BLOCK_ROWS (2 * TILE_ROWS)
 #define BLOCK_OUTPUTS 32
 #define TILE_INPUTS 32
-#define TILE_AHEAD 4096 /* bytes of weights that are fetched before they are wanted */
+#define TILE_AHEAD 4096 /* how far ahead weights are prefetched, in bytes */
 
-#ifdef OCTAVO_TILES_IN_C /* for tests: the same by plain C, on CPUs without tiles */
+#ifdef OCTAVO_TILES_IN_C /* for tests: the same in plain C, on CPUs without tiles */
 #include OCTAVO_TILES_IN_C
 #else
-/* Instructions by themselves: gcc 12 leaves out a configuration that it takes for unused. */
+/* Inline assembly, since GCC 12 drops a tile configuration that it considers unused. */
 #define TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory")
 #define TILE_RELEASE() __asm__ volatile("tilerelease" ::)
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define TILE_LOAD(t, from, step) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"((int64_t)(step)) : "memory")
-/* Leaves the first cache to what stays there. */
+/* A load that bypasses the L1 cache, which is left to other data. */
 #define TILE_PASS(t, from, step) \
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(from), "r"((int64_t)(step)) : "memory")
 #define TILE_STORE(t, to, step) \
@@ -33,14 +33,14 @@
 #define TILE_MULTIPLY(sums, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sums ::)
 #endif
 
-/* As the instruction reads it. Tiles 0 to 3 are sums, of rows by outputs; 4 and 5 rows; 6 and 7 weights. */
+/* The operand of ldtilecfg. Tiles 0 to 3 are sums, rows by outputs; 4 and 5 are rows; 6 and 7 are weights. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes[16];
     uint8_t rows[16];
 } tile_config;
 
-/* Before the first sums of a thread, and where the number of rows, at most BLOCK_ROWS, is another one. */
+/* Call before a thread's first sums, and when the number of rows, at most BLOCK_ROWS, changes. */
 static inline void tiles_begin(int64_t rows) {
     tile_config config = {.palette = 1};
     int64_t first = rows < TILE_ROWS ? rows : TILE_ROWS, second = rows - first;
@@ -49,11 +49,11 @@ static inline void tiles_begin(int64_t rows) {
     TILE_CONFIGURE(config);
 }
 
-/* After the last: what a thread holds in tiles is saved whenever another one gets its processor. */
+/* Call after a thread's last sums: the content of tiles would be saved at every context switch. */
 static inline void tiles_end(void) { TILE_RELEASE(); }
 
-/* A matrix of which a block is read; step: bytes from one row to the next, of weights from one pair of inputs to the next;
- * next: bytes from TILE_INPUTS inputs to those behind. */
+/* A matrix of which a block is read. step: bytes from one row to the next or, for weights, from one pair of inputs to
+ * the next; next: bytes from TILE_INPUTS inputs to the following ones. */
 typedef struct {
     const uint16_t *at;
     int64_t step, next;
@@ -64,7 +64,7 @@ static inline tile_operand behind(tile_operand x, int64_t bytes) {
     return x;
 }
 
-/* What passes by the first cache. */
+/* What bypasses the L1 cache. */
 enum passing { NOTHING, WEIGHTS, ALL };
 
 static inline __attribute__((always_inline)) void add_step(const int has_second, const enum passing passing, tile_operand x,
@@ -85,15 +85,15 @@ static inline __attribute__((always_inline)) void add_step(const int has_second,
     TILE_MULTIPLY(3, 5, 7);
 }
 
-/* Makes pairs of bf16 of `count` other numbers, which are half as wide. */
+/* Converts `count` weights that are half as wide to bf16. */
 typedef void (*tile_widen)(const int8_t *from, uint16_t *to, int64_t count);
 
-/* Steps from input k on, before `end`. */
+/* Adds the products of inputs k to end - 1, TILE_INPUTS at a time. */
 static inline __attribute__((always_inline)) void add_steps(const int has_second, const enum passing passing,
                                                             const int is_far, const tile_widen widen, tile_operand x,
                                                             tile_operand w, int64_t k, int64_t end) {
     const int64_t numbers = TILE_INPUTS * BLOCK_OUTPUTS;
-    uint16_t widened[2][TILE_INPUTS * BLOCK_OUTPUTS] __attribute__((aligned(64))); /* by turns: one is read still */
+    uint16_t widened[2][TILE_INPUTS * BLOCK_OUTPUTS] __attribute__((aligned(64))); /* alternate: one is still read */
     tile_operand x_k = behind(x, k / TILE_INPUTS * x.next), w_k = behind(w, k / TILE_INPUTS * w.next);
     for (; k < end; k += TILE_INPUTS) {
         if (is_far)
@@ -110,10 +110,10 @@ static inline __attribute__((always_inline)) void add_steps(const int has_second
     }
 }
 
-/* sums = x @ w.T over K inputs, or with is_more added to what is there. has_second: more than TILE_ROWS rows; is_far: the
- * weights come from memory; stays: as many inputs of these rows stay in the first cache, by which all else passes then, as
- * other weights follow (0: nothing is known of that); widen: what makes weights pairs as they come, or 0 where they are. All
- * of these are constants where this is called. sums: rows of `step` floats. */
+/* sums = x @ w.T over K inputs; with is_more, added to what is there. has_second: more than TILE_ROWS rows. is_far: the
+ * weights are in memory, not in a cache. stays: so many inputs of these rows are kept in the L1 cache for the weights
+ * that follow, and all else bypasses it (0: nothing bypasses it). widen: converts weights as they are read; 0 if they
+ * are bf16. All of these are compile-time constants in each call. sums: rows of `step` floats. */
 static inline __attribute__((always_inline)) void sum_tiles(const int has_second, const int is_far, const int is_more,
                                                             const int64_t stays, const tile_widen widen, tile_operand x,
                                                             int64_t rows, tile_operand w, int64_t K, float *sums,
@@ -142,7 +142,7 @@ static inline __attribute__((always_inline)) void sum_tiles(const int has_second
     } else {
         add_steps(has_second, NOTHING, is_far, widen, x, w, 0, whole);
     }
-    if (whole < K) { /* what is left, with zeros behind */
+    if (whole < K) { /* the remaining inputs, padded with zeros */
         uint16_t x_rest[BLOCK_ROWS * TILE_INPUTS] = {0}, w_rest[TILE_INPUTS * BLOCK_OUTPUTS] = {0};
         tile_operand x_k = behind(x, whole / TILE_INPUTS * x.next), w_k = behind(w, whole / TILE_INPUTS * w.next);
         for (int64_t r = 0; r < rows; r++)

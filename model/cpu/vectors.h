@@ -1,7 +1,7 @@
-/* Vectors of LANES floats for the kernels in C: bf16 in and out, sums, exponentials, SiLU.
+/* Vectors of LANES floats for the kernels in C: conversions from and to bf16, sums, exponentials, SiLU.
  *
- * GCC's vector extensions, as wide as the CPU's registers: of wider ones the compiler makes scalars. Rows that kernels
- * work on are multiples of 16. Must not know: what the numbers mean.
+ * GCC's vector extensions, as wide as the CPU's registers: the compiler turns wider vectors into scalars. Lengths of
+ * rows in kernels are multiples of 16. Must not know: what the numbers mean.
  */
 
 #ifndef OCTAVO_VECTORS_H
@@ -38,7 +38,7 @@ static inline float widen1(bf16 x) {
 }
 
 static inline vec widen(const bf16 *x) {
-#ifdef __AVX512F__ /* GCC 12 makes six instructions of the portable form */
+#ifdef __AVX512F__ /* GCC 12 compiles the portable form to six instructions */
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
 #elif defined(__AVX2__)
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
@@ -74,8 +74,8 @@ static inline void narrow(bf16 *out, vec x) {
     memcpy(out, &half, sizeof half);
 }
 
-/* sums * scale + bias in bf16, or in fp32 with the same values where is_wide, to out[at] and on: `width` of `count`, a
- * multiple of LANES up to 32. */
+/* Writes sums * scale + bias, in bf16 or the same values in fp32 if is_wide, from out[at] on: the first `width` of
+ * `count` numbers. count: a multiple of LANES, up to 32. */
 static inline __attribute__((always_inline)) void put_scaled(const float *sums, const float *scale, const float *bias,
                                                              const int count, int64_t width, void *out, int is_wide,
                                                              int64_t at) {
@@ -107,12 +107,12 @@ static inline float sum(vec x) {
 
 static inline vec splat(float x) { return x - (vec){0}; }
 
-/* e to the x for x <= 0, to about 2 units in the last place; 0 below -87. */
+/* e^x for x <= 0, to about 2 units in the last place; 0 below -87. */
 static inline vec exp_of(vec x) {
     ivec is_tiny = x < -87.0f;
     vec safe = (vec)(((ivec)x & ~is_tiny) | ((ivec)splat(-87.0f) & is_tiny));
     vec turns = safe * 1.44269504088896341f;
-    ivec whole = __builtin_convertvector(turns - 0.5f, ivec); /* towards zero: the nearest integer, as turns <= 0 */
+    ivec whole = __builtin_convertvector(turns - 0.5f, ivec); /* truncates: the nearest integer, since turns <= 0 */
     vec wide = __builtin_convertvector(whole, vec);
     vec rest = safe - wide * 0.693359375f - wide * -2.12194440e-4f;
     vec y = splat(1.9875691500e-4f);
@@ -126,7 +126,7 @@ static inline vec exp_of(vec x) {
     return (vec)((ivec)(y * scale) & ~is_tiny);
 }
 
-/* x / (1 + e to the -x), by e to the -|x|, which never overflows. */
+/* x / (1 + e^-x), computed from e^-|x|, which never overflows. */
 static inline vec silu(vec x) {
     vec small = exp_of((vec)((uvec)x | 0x80000000u));
     ivec is_negative = x < 0.0f;
