@@ -1,12 +1,12 @@
 """Tensor parallelism: one model cut over the ranks of a group (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
 
-A rank is a process with a device of its own and a part of every large matrix; which part, the family says
-(model/families/interface.py, `Cut`). Each has whole hidden states and, of a layer, some heads and some of the MLP's
-inner columns, so that two sums over ranks make a layer whole: after attention's output and after the MLP's down
-projection. The embedding needs one sum more, the head a concatenation. Of one rank nothing of this happens.
+A rank is a process with its own device and a part of every large matrix; the family says which part
+(model/families/interface.py, `Cut`). Each rank has the full hidden states and, of each layer, some heads and some of
+the MLP's inner columns, so that a layer needs two sums over ranks: after attention's output projection and after the
+MLP's down projection. The embedding needs one more sum, the head a concatenation. A single rank needs none of this.
 
-Every rank must run the same steps in the same order: a sum waits for all of them. On CUDA devices it is a kernel like
-others, which the step's graph holds; which one, NCCL's or one that reads its peers' memory, is `peers`' business.
+Every rank must run the same steps in the same order: a sum waits for all of them. On CUDA devices a sum is a kernel
+like any other, recorded in the step's graph; `peers` decides whether it is NCCL's or one that reads peers' memory.
 
 Legend: T tokens · S rows · D model dim · V vocabulary · W rows of the embedding that a rank has.
 Must not know: layers, files, what makes a rank run a step.
@@ -34,19 +34,19 @@ from octavo.model.errors import ConfigError
 from octavo.model.families.interface import Cut
 
 JOIN_TIMEOUT_S = 120.0
-"""For all ranks to come, and then for each sum."""
+"""Time for all ranks to join, and then for each sum."""
 
 LEAVE_TIMEOUT_S = 10.0
-"""For NCCL to end: it waits for every graph that holds a sum of its, and what failed may hold some."""
+"""Time for NCCL to end: it waits for every graph that holds one of its sums, and after a failure some may remain."""
 
 MAX_TEXT_BYTES = 512
 
 Part = tuple[slice, ...]
-"""What a rank has of a tensor, a slice for each dimension."""
+"""A rank's part of a tensor: a slice for each dimension."""
 
 Agreed = TypeVar("Agreed")
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-"""Its name since torch 2.13, and the one before."""
+"""Named all_gather_single since torch 2.13."""
 
 
 class PeerSums(Protocol):
@@ -284,7 +284,7 @@ def join_ranks(
     ranks = Ranks(rank=rank, size=size, group=distributed.group.WORLD)
     try:
         if has_nccl:
-            ranks.sum(torch.zeros(1, device=device))  # what cannot work fails here, before minutes of loading
+            ranks.sum(torch.zeros(1, device=device))  # problems appear here, before minutes of loading
         yield ranks
     finally:
         _leave(ranks)

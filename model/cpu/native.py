@@ -1,7 +1,7 @@
 """Compiles the C files of this folder with the machine's own C compiler, once per machine, and loads it.
 
 The result is kept in $XDG_CACHE_HOME/octavo/native (or ~/.cache/octavo/native) under the hash of source, flags,
-compiler and processor. Without a compiler, or where OCTAVO_NATIVE=off, there is no library and callers use torch.
+compiler and processor. Without a compiler, or with OCTAVO_NATIVE=off, there is no library and callers use torch.
 Must not know: tensors.
 """
 

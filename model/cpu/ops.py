@@ -187,7 +187,7 @@ def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``max(dim=-1)``, by a kernel if there is one: the maxima most_S, and the lowest index_S (int64) of each. If a row
     has a NaN, most_S is NaN and index_S some valid index."""
     fits = logits_SV.is_cpu and logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1
-    library = native_library() if fits else None  # compiling it takes seconds, for nothing where a GPU serves
+    library = native_library() if fits else None  # compiling it takes seconds, in vain on a GPU
     if library is None:
         return logits_SV.max(dim=-1)
     num_rows, width = logits_SV.shape

@@ -1,9 +1,9 @@
 """Products with packed weights, and what follows attention in a decoder layer as one call.
 
-Weights are laid out for `matmul.c`, as bf16 or as 8-bit integers with a scale per output, or for `matmul_int8.c`,
-which rounds inputs to such integers, too. The reference of a product is ``F.linear`` with the weight that `unpacked`
-gives back, of model.quantization.rounding.round_inputs where it rounds; every row of one has the same bits whatever the
-other rows are. That of `LayerRest` (`layer.c`) is model.layers.decoder.DecoderLayer, whose stages give the same bits
+Weights are laid out for `matmul.c`, as bf16 or as 8-bit integers with a scale per output, or for `matmul_int8.c`, which
+also rounds inputs to such integers. The reference of a product is ``F.linear`` with the weight that `unpacked` returns,
+applied to model.quantization.rounding.round_inputs if it rounds them; every row has the same bits whatever the other
+rows are. The reference of `LayerRest` (`layer.c`) is model.layers.decoder.DecoderLayer, whose stages give the same bits
 one by one.
 
 Legend: N outputs · K inputs · P panels · T tokens in this step · D model dim · I intermediate · C columns of all query

@@ -22,9 +22,9 @@ from octavo.worker.runners.interface import Runner, RunnerError
 from octavo.worker.scheduler.plan import StepMasks, StepPlan, StepResult
 
 LOST_WAIT_S = 2.0
-"""After a step that failed, for a follower to end: what fails on one rank alone ends it."""
+"""Time for a follower to end after a step has failed: what fails on one rank alone ends that rank."""
 EXIT_LOST = 75
-"""Of rank 0, where another has ended."""
+"""Exit code of rank 0 if another rank has ended."""
 
 
 class GroupLost(ConnectionError):
@@ -130,6 +130,6 @@ def _to_array(wanted: type, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
-"""Of an Order."""
+"""Encodes an Order."""
 decode = msgspec.msgpack.Decoder(Order, dec_hook=_to_array).decode
-"""Raises msgspec.DecodeError."""
+"""Decodes an Order. Raises msgspec.DecodeError."""

@@ -34,7 +34,7 @@ class Runner(Protocol):
         """Let the newest launched step choose its tokens. Errors are raised by its ``collect``."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step. Raises RunnerError; raises LookupError where none is in flight."""
+        """Wait for the oldest launched step. Raises RunnerError, and LookupError if none is in flight."""
 
     def close(self) -> None:
         """Release the device. Idempotent."""

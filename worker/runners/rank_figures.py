@@ -87,7 +87,7 @@ class MeasuredRunner:
         """See Runner.launch."""
         self._num_steps += 1
         self._measured(lambda: self._runner.launch(plan))
-        self._write()  # also where the result is looked at much later, by a rank that is not the first
+        self._write()  # here too: ranks other than the first collect much later
 
     def constrain(self, masks: StepMasks) -> None:
         """See Runner.constrain."""

@@ -99,7 +99,7 @@ _RECORDED_STAGES = (Stage.CHOICE, Stage.LOGPROBS, Stage.LOGPROBS | Stage.CHOICE)
 class Autotune(Enum):
     """How small-batch steps choose among the available implementations (model/gpu/autotune.py)."""
 
-    CACHED = "cached"  # as measured once on this device; by a rule where nothing has been
+    CACHED = "cached"  # as measured before on this device; by a rule if nothing has been
     MEASURED = "measured"  # measure what has not been yet, before serving, and keep it on disk: a minute, once
 
 

@@ -1,7 +1,7 @@
-"""From a loaded model to a CUDA runner that is ready to serve: weights folded, kernels compiled, pool
-sized, steps recorded.
+"""Turns a loaded model into a CUDA runner that is ready to serve: folds weights, compiles kernels, sizes the pool,
+records steps.
 
-Knows torch and the model, and nothing of sockets or requests. Imported only where triton is.
+Knows torch and the model, and nothing of sockets or requests. Imported only if triton is installed.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def make_cuda_runner(
 
 
 def _runner_config(config: WorkerConfig, described: Described, *, max_model_len: int) -> CudaRunnerConfig:
-    """For a pool of one block, until the real one is sized."""
+    """The configuration with a pool of one block, until the real one is sized."""
     return CudaRunnerConfig(
         num_blocks=1,
         block_size=config.block_size,
@@ -113,8 +113,8 @@ def _runner_config(config: WorkerConfig, described: Described, *, max_model_len:
 
 
 def _find_fastest_sums(weights: GpuWeights, config: CudaRunnerConfig) -> Ranks:
-    """The weights' ranks, with the fastest ways to sum and join that give correct results here. On every rank at
-    once."""
+    """The weights' ranks, with the fastest ways to sum and join that give correct results here. Call it on every rank
+    at once."""
     model, dtype, device, ranks = weights.config, weights.dtype, weights.embed_VD.device, weights.ranks
     if config.deterministic is Deterministic.OFF:
         ranks = with_peer_sums(

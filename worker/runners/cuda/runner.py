@@ -2,12 +2,12 @@
 
     launch(plan):   changed rows and inputs of the chunks in one copy  ->  a recorded step  ->  sampling parameters
                     ->  the tokens, written into the host's memory
-    constrain():    where rows have grammars, the last two wait for it
+    constrain():    if rows have grammars, the last two wait for it
     collect():      wait for the oldest step's tokens, and for nothing else
 
 Tokens, positions and block tables stay on the device: a decode step that follows another sends only new blocks, and the
-batch where its rows are other ones. `plan.decode_positions_S` is therefore not sent; it finds missing blocks here. Must
-not know: the block manager, the scheduler, sockets, text.
+batch if its rows have changed. `plan.decode_positions_S` is therefore not sent, but used here to find missing blocks.
+Must not know: the block manager, the scheduler, sockets, text.
 
 Legend: S sampled rows · R slots · B rows of the step · X words of a row's log-probabilities.
 """

@@ -1,6 +1,6 @@
-"""A tokenizer for the oracle runner where no checkpoint is at hand: bytes, ChatML marks, and words to fill it up.
+"""A tokenizer for the oracle runner if there is no checkpoint: bytes, ChatML markers, and words for the other ids.
 
-Made of plain JSON, so that the whole service speaks text in tests without a model, a download or a library.
+Made of plain JSON, so that tests of the whole service can use text without a model, a download or a library.
 """
 
 import json
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def describe_oracle(*, vocab_size: int, max_model_len: int) -> Described:
-    """A model of ``vocab_size`` ids. Below MIN_VOCAB_SIZE its tokenizer has more ids than the model gives out."""
+    """A model of ``vocab_size`` ids. Below MIN_VOCAB_SIZE, its tokenizer has more ids than the model can generate."""
     return Described(
         files=oracle_tokenizer_files(vocab_size),
         architecture="Oracle",
@@ -30,7 +30,7 @@ def describe_oracle(*, vocab_size: int, max_model_len: int) -> Described:
 
 
 def oracle_tokenizer_files(vocab_size: int) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json: special tokens first, then the 256 bytes, then words " w0", " w1" …"""
+    """tokenizer.json and tokenizer_config.json: special tokens, then the 256 bytes, then the words " w0", " w1" …"""
     pieces = [*SPECIAL_TOKENS, *byte_characters()]
     pieces += [f"Ġw{index}" for index in range(max(0, vocab_size - len(pieces)))]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
