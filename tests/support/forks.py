@@ -1,7 +1,7 @@
-"""A program that does one piece of work after the other, each in a fork of its process: it imports once for all what
-takes as long as the work.
+"""A program that does one piece of work after another, each in a fork of its process, so that slow imports happen only
+once.
 
-The program's module ends with `serve(...)`; whoever wants its work has a `Forks`.
+The program's module ends with `serve(...)`; callers use `Forks`.
 """
 
 import json
@@ -18,7 +18,7 @@ END_TIMEOUT_S = 30.0
 
 
 class WorkFailed(AssertionError):
-    """Contains everything the work has written."""
+    """The message has everything that the work wrote."""
 
 
 def serve(work: Callable[..., None]) -> None:
@@ -61,7 +61,7 @@ def _whole(file: IO[str]) -> str:
 
 
 class Forks:
-    """Such a program, running until this context is left. environment: in addition to this process's."""
+    """The running program, until this context is left. environment: in addition to this process's."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -80,7 +80,7 @@ class Forks:
             self._process.wait()
 
     def lines(self, *arguments: Any, environment: Mapping[str, str]) -> list[str]:
-        """What the program's work writes for these arguments. environment: in addition to the program's."""
+        """The lines that the program's work writes for these arguments. environment: in addition to the program's."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([dict(environment), arguments]) + "\n")

@@ -1,4 +1,4 @@
-"""A disk that takes nothing more, as far as one process can play it."""
+"""A full disk, as far as one process can simulate it."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def nothing_can_be_written() -> Iterator[None]:
-    """Into files of any kind: each write fails as it does on a full disk, without a file's name."""
+    """Every write to a file, of any kind, fails as on a full disk, with an error that names no file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

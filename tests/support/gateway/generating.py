@@ -1,4 +1,4 @@
-"""Calls of Generate: a request, and workers that speak as told."""
+"""Calls of Generate: a request, and workers that send scripted tokens."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ def ids_of(text: str, model_text: ModelText) -> list[int]:
 
 
 def speaking(*steps: list[int], reason: WireFinishReason = WireFinishReason.LENGTH, **figures: object) -> FakePool:
-    """A pool whose worker sends these steps, one after the other in the loop's turns, then ends."""
+    """A pool whose worker sends these steps, one per turn of the event loop, then ends the output."""
 
     async def speak(run: FakeRun) -> None:
         for step in steps:

@@ -1,4 +1,4 @@
-"""Callers with API keys, and what they call with them."""
+"""Callers with API keys, and the calls that they make."""
 
 from octavo.gateway.auth.authenticator import digest_of
 from tests.support.gateway.fake_pool import FakePool, FakeRun
@@ -19,12 +19,12 @@ expires = 2020-01-01T00:00:00Z
 
 
 def as_(name: str) -> tuple[tuple[str, str], ...]:
-    """This caller's metadata."""
+    """The metadata of this caller's calls."""
     return (("authorization", f"Bearer {KEYS[name]}"),)
 
 
 def answers(*ids: int) -> FakePool:
-    """A pool that gives these tokens at once."""
+    """A pool that sends these tokens at once."""
 
     def run(run: FakeRun) -> None:
         run.tokens(list(ids))

@@ -1,4 +1,4 @@
-"""Requests of GRPCInferenceService, what their answers hold, and a worker that answers them."""
+"""Requests of GRPCInferenceService, readers for their answers, and a worker that answers them."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def typed(name: str, value: str | bool) -> oip.ModelInferRequest.InferInputTenso
 
 
 def request(text: str = "Hello", parameters: dict[str, Any] | None = None, **inputs: str | bool) -> Any:
-    """Typed contents; parameters become sampling_parameters."""
+    """A request with typed contents; parameters become sampling_parameters."""
     if parameters is not None:
         inputs["sampling_parameters"] = json.dumps(parameters)
     tensors = [typed(name, value) for name, value in {"text_input": text, **inputs}.items()]
@@ -34,7 +34,7 @@ def request(text: str = "Hello", parameters: dict[str, Any] | None = None, **inp
 
 
 def values(response: oip.ModelInferResponse) -> dict[str, Any]:
-    """Outputs by name, unpacked from their raw form."""
+    """The outputs by name, unpacked from their raw contents."""
     found: dict[str, Any] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         assert list(tensor.shape) == [1], tensor.name
@@ -48,7 +48,7 @@ def values(response: oip.ModelInferResponse) -> dict[str, Any]:
 
 
 def speaking(*ids: int, pause_s: float = 0.005, ends_with_last: bool = False) -> FakePool:
-    """These tokens one by one, then the end: a moment later, or together with the last."""
+    """A pool that sends these tokens one by one, then the end: a moment later, or together with the last token."""
     tasks: list[asyncio.Task[None]] = []
 
     async def speak(run: FakeRun) -> None:

@@ -1,4 +1,4 @@
-"""What a worker tells of its prefix cache: blocks of two tokens."""
+"""Events of a worker's prefix cache with blocks of two tokens."""
 
 from collections.abc import Sequence
 

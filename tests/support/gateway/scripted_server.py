@@ -1,4 +1,4 @@
-"""A server of the contract that answers from a script, so that the clients are tested without the service."""
+"""A server of our contract that answers from a script, so that the clients can be tested without the service."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_gr
 
 @dataclass
 class Script:
-    """What the server does: the texts that it streams, then how it ends. `failures` come first, one per call."""
+    """What the server does: `failures` first, one per call; then the texts that it streams, and how a stream ends."""
 
     texts: tuple[str, ...] = ("Hello", ", ", "wörld")
     finishes: bool = True
@@ -25,15 +25,15 @@ class Script:
     hold_s: float = 0.0
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
-    authorizations: list[str] = field(default_factory=list)  # of the calls that had one
+    authorizations: list[str] = field(default_factory=list)  # of calls that had one
     tool_calls: tuple[inference_pb2.ToolCallDelta, ...] = ()  # each in a Delta of its own, after the texts
     embed_requests: list[inference_pb2.EmbedRequest] = field(default_factory=list)
-    peers: set[str] = field(default_factory=set)  # connections that streams came over
+    peers: set[str] = field(default_factory=set)  # of the connections that streams came over
     pause_s: float = 0.0  # before each text
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
-    """Plays the script."""
+    """Answers by the script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -109,7 +109,7 @@ class ScriptedModels(model_pb2_grpc.ModelServiceServicer):
 
 
 def finished() -> inference_pb2.Finished:
-    """The last event."""
+    """The last event of a stream."""
     result = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP)
     result.usage.completion_tokens = 3
     return result
@@ -131,7 +131,7 @@ def violation_trailers(path: str, description: str) -> tuple[tuple[str, str | by
 
 
 class _Listener(grpc.ServerInterceptor):
-    """Notes what calls say of themselves."""
+    """Records what calls say about themselves."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -148,7 +148,7 @@ class _Listener(grpc.ServerInterceptor):
 
 @contextmanager
 def running(script: Script, *options: tuple[str, int]) -> Iterator[str]:
-    """The address of a server that plays the script. options: of its channel."""
+    """The address of a server that follows the script. options: channel options of the server."""
     server = grpc.server(ThreadPoolExecutor(max_workers=4), interceptors=[_Listener(script)], options=options)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(ScriptedInference(script), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ScriptedModels(), server)

@@ -1,5 +1,5 @@
-"""Gateways that share limits, in a simulation: the gateways, clocks and the network between them are this file's; what
-they count and tell is the product's."""
+"""Gateways that share limits, in a simulation: gateways, clocks and the network between them are simulated here; the
+code that counts and reports is the product's."""
 
 import heapq
 from collections.abc import Callable
@@ -36,9 +36,9 @@ class Request:
 
 @dataclass(eq=False)
 class Gate:
-    """One start of a gateway. let_in, net: outputs of each kind that were let in, tokens reserved less those given
-    back, in all its life. heard: of each other one the same two when the last of its messages that told of them
-    and came here was sent."""
+    """One life of a gateway. let_in, net: outputs of each kind that were admitted, and tokens reserved minus tokens
+    given back, since its start. heard: for each other gateway, both of these at the time when the last message that
+    arrived here and reported them was sent."""
 
     gateway_id: str
     place: int
@@ -62,7 +62,7 @@ class Gate:
 
 
 class Service:
-    """Gateways that tell each other over a network with delays, losses, and cuts between places."""
+    """Gateways that report to each other over a network with delays, losses, and cuts between places."""
 
     def __init__(self, seed: int, num: int, *, delay_s: float, loss: float) -> None:
         self.rng, self.now_s = Random(seed), 0.0
@@ -142,7 +142,7 @@ class Service:
     # ------------------------------------------------------------ callers
 
     def enter(self, gate: Gate, who: Caller, num_outputs: int, num_tokens: int) -> Request | None:
-        """As the tracker does it; None where it was refused."""
+        """Admits a request as the tracker does; None if it was refused."""
         key = who.key_of(f"r{next(self._ids)}")
         try:
             gate.admission.enter(key, num_outputs=num_outputs)
@@ -172,7 +172,7 @@ class Service:
         gate.net -= max(0, request.reserved - num_used)
 
     def act(self, gate: Gate) -> Request | None:
-        """Something that callers do; the request, where one entered."""
+        """A random action of callers; the request, if one was admitted."""
         action, waiting = self.rng.random(), list(gate.requests.values())
         if action < 0.55 or not waiting:
             who = TENANT if self.rng.random() < 0.8 else OTHER
@@ -187,7 +187,7 @@ class Service:
 
 
 def unseen(service: Service, gate: Gate) -> dict[str, int]:
-    """What the others let in since they sent what this gateway heard last."""
+    """What the other gateways admitted since they sent the last report that arrived at this gateway, by kind."""
     nothing = (dict.fromkeys(KINDS, 0), 0)
     others = [each for each in service.gates if each is not gate]
     return {

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with ChatML tokens, trained on the fly: no files needed; and chats to ids."""
+"""A small byte-level BPE tokenizer with ChatML tokens, trained on the fly from no files; and encoding of chats."""
 
 import json
 from functools import cache
@@ -24,7 +24,7 @@ _TEXTS = ["Once upon a time there was a little cat. ", "Hello world, how are you
 
 @cache
 def tiny_files() -> dict[str, bytes]:
-    """A TokenizerBundle's files; ids 0, 1, 2 are the special tokens, 3 is `<tool_call>` (added, not special)."""
+    """The files of a TokenizerBundle; ids 0, 1, 2 are the special tokens, 3 is `<tool_call>` (added, not special)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -47,7 +47,7 @@ def tiny_files() -> dict[str, bytes]:
 
 
 def encode_chat(text: ModelText, chat: ChatInput, *, max_bytes: int) -> Encoded:
-    """As a gateway does it, but for the template, which is rendered in this process."""
+    """Encodes a chat as a gateway does, except that the template is rendered in this process."""
     marked = text.marked(chat)
     rendered = text.template_of(marked.chat).render(marked.chat, max_bytes=max_bytes)
     return finish(text.rendered_encoding(rendered, marked.mark, Bounds(max_bytes=max_bytes)))

@@ -1,4 +1,4 @@
-"""Requests of VllmEngine, and a worker that answers them. Importable only where its stubs are installed."""
+"""Requests of VllmEngine, and a worker that answers them. Importable only if its stubs are installed."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def request(stream: bool = True, ids: tuple[int, ...] = (5, 6, 7), **params: Any
 
 
 def speaking(*ids: int, end: tuple[WireFinishReason, int | None] = (WireFinishReason.LENGTH, None)) -> FakePool:
-    """Gives these tokens one by one, each in a message of its own, then ends."""
+    """A pool that sends these tokens one by one, each in a message of its own, then the end."""
     tasks: list[asyncio.Task[None]] = []
 
     async def speak(run: FakeRun) -> None:

@@ -1,4 +1,4 @@
-"""Workers of the test's own making: plain registrations, and a scripted peer that says whatever the test wants."""
+"""Workers made by tests: plain registrations, and a peer that sends whatever the test wants."""
 
 import asyncio
 import secrets
@@ -42,7 +42,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def card(**changes: object) -> ModelCard:
-    """A model of a thousand ids."""
+    """The card of a model with a thousand token ids."""
     plain = ModelCard(
         name="tiny",
         fingerprint="f1",
@@ -58,7 +58,7 @@ def card(**changes: object) -> ModelCard:
 
 
 def capacity(**changes: object) -> Capacity:
-    """Blocks of four tokens, eight requests at once."""
+    """A capacity of eight requests at once, with blocks of four tokens."""
     plain = Capacity(num_blocks=64, block_size=4, max_num_seqs=8, max_waiting=8, max_batch_tokens=64)
     return msgspec.structs.replace(plain, **changes)
 
@@ -76,7 +76,7 @@ def request(request_id: str = "r", *, prompt: tuple[int, ...] = (1, 2, 3), **sam
 
 
 def submit(pool: WorkerPool, worker: WorkerView, run: Run, sink: OutputSink) -> int:
-    """Send a request of one output under a new handle; the handle."""
+    """Send a request for one output under a new handle; returns the handle."""
     (handle,) = pool.draw_handles(1)
     pool.submit(worker, msgspec.structs.replace(run, handle=handle), [sink])
     return handle
@@ -96,14 +96,14 @@ def step_output(epoch: str, seq: int, rows: list[tuple[int, int]] | None = None,
 
 
 def finished(handle: int, completion_tokens: int = 0, **fields: object) -> Finished:
-    """An end at the length."""
+    """The end of an output that reached its length."""
     plain = Finished(handle=handle, reason=WireFinishReason.LENGTH, completion_tokens=completion_tokens)
     return msgspec.structs.replace(plain, **fields)
 
 
 @dataclass(eq=False)
 class RecordingSink:
-    """Keeps all it is told, in order; `end` is the terminal call."""
+    """Records all its calls in order; `end` waits for the terminal one."""
 
     calls: list[tuple[object, ...]] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,7 +134,7 @@ class RecordingSink:
 
     @property
     def ends(self) -> list[tuple[object, ...]]:
-        """Terminal calls: one at the end, never more."""
+        """The terminal calls: one once the output has ended, never more."""
         return [call for call in self.calls if call[0] in ("finished", "lost")]
 
     async def end(self, timeout_s: float = WAIT_S) -> tuple[object, ...]:
@@ -163,11 +163,11 @@ class FakeWorker:
         self.socket.connect(address)
 
     async def send(self, message: Message) -> None:
-        """A proper message."""
+        """Send a well-formed message."""
         await self.send_frames(encode(message))
 
     async def send_frames(self, *frames: bytes) -> None:
-        """Anything."""
+        """Send arbitrary frames."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 try:
@@ -177,7 +177,7 @@ class FakeWorker:
                     await asyncio.sleep(0.002)
 
     async def receive(self) -> ToWorker:
-        """The next message of the gateway."""
+        """The next message from the gateway."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 try:
@@ -197,7 +197,7 @@ class FakeWorker:
         return not self.socket.poll(0)
 
     async def join(self, pool: WorkerPool) -> None:
-        """Register, hand over the tokenizer where asked, and be ready."""
+        """Register, send the tokenizer if asked for it, and become ready."""
         await self.send(self.register)
         await self.receive()
         if self.register.card.name not in pool.cards():
@@ -207,17 +207,17 @@ class FakeWorker:
         await until(lambda: any(view.epoch == self.epoch for view in pool.workers()) and pool.cards())
 
     async def step(self, rows: list[tuple[int, int]] | None = None, **fields: object) -> None:
-        """The output of one step."""
+        """Send the output of one step."""
         self.seq += 1
         await self.send(step_output(self.epoch, self.seq, rows, **fields))
 
     def close(self) -> None:
-        """Vanish."""
+        """Vanish without a farewell."""
         self._context.destroy(linger=0)
 
 
 Dial = Callable[..., FakeWorker]
-"""A fixture that makes workers, which are connected to the pool of the test."""
+"""The fixture that makes workers connected to the test's pool."""
 
 
 def open_one(pool: WorkerPool, model: str = "tiny") -> tuple[int, RecordingSink]:
@@ -228,7 +228,7 @@ def open_one(pool: WorkerPool, model: str = "tiny") -> tuple[int, RecordingSink]
 
 @asynccontextmanager
 async def open_pool(folder: Path, *names: str, **changes: object) -> AsyncIterator[tuple[WorkerPool, list[FakeWorker]]]:
-    """A pool that is started, with workers of these names that have joined; all closed at the end."""
+    """A started pool that workers with these names have joined; all are closed at the end."""
     pool = WorkerPool(pool_config(folder, **changes))
     await pool.start()
     workers: list[FakeWorker] = []

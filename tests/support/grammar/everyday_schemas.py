@@ -1,6 +1,6 @@
 # ruff: noqa: E501
-"""JSON schemas in the manner of those that people send: manifests, workflows, API objects, extraction forms. Sixty, by
-name. `REFUSED`: the ones that cannot be served exactly, with the path that says why."""
+"""Sixty JSON schemas like those that people send, by name: manifests, workflows, API objects, extraction forms.
+`REFUSED`: those that cannot be served exactly, with the path at fault."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def closed(required: str = "", /, **properties: Any) -> Json:
-    """An object of these properties and no others."""
+    """An object with these properties and no others."""
     return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
 
 
@@ -23,7 +23,7 @@ def tagged(tag: str, **properties: Any) -> Json:
 
 
 def text_map(**more: Any) -> Json:
-    """An object from names to texts."""
+    """An object that maps names to texts."""
     return {"type": "object", "additionalProperties": STRING, "maxProperties": 3} | more
 
 

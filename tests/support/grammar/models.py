@@ -1,4 +1,4 @@
-"""Models whose outputs are constrained in tests: a tiny one of random weights, the embedded one, and the oracle."""
+"""Models whose outputs tests constrain: a tiny one with random weights, the embedded one, and the oracle."""
 
 import json
 from collections.abc import Iterable
@@ -37,22 +37,22 @@ class Speaker:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """For looking at texts."""
+        """The tokenizer, for looking at texts."""
         return Tokenizer.from_str(self.files["tokenizer.json"].decode())
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """Of an output, without the token that ends it."""
+        """The text of an output, without the token that ends it."""
         ids = list(token_ids)
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids)
 
     def vocabulary(self) -> Vocabulary:
-        """For grammars."""
+        """The vocabulary that grammars are compiled for."""
         return load_vocabulary(self.files, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
 
     def rig(
         self, *, num_seqs: int = 32, num_blocks: int | None = None, max_in_flight: int = 1, **more: object
     ) -> GrammarRig:
-        """An engine with a runner of its own."""
+        """An engine with its own runner."""
         num_blocks = num_blocks or num_seqs * 32
         scheduler = SchedulerConfig(
             max_model_len=512,
@@ -74,7 +74,7 @@ class Speaker:
         )
 
     def runner(self, *, num_seqs: int, num_blocks: int, max_in_flight: int) -> Runner:
-        """Torch's, or the oracle's."""
+        """A torch runner, or the oracle."""
         if self.model is None:
             return OracleRunner(
                 OracleModel(vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids),
@@ -97,7 +97,7 @@ class Speaker:
 
 
 def tiny_speaker() -> Speaker:
-    """Random weights, 320 tokens: bytes of nearly every language come up, also divided characters."""
+    """Random weights, 320 tokens: outputs have bytes of nearly every script, and split characters."""
     tokenizer = train_tokenizer(320)
     files = {"tokenizer.json": tokenizer.to_str().encode()}
     end = (int(tokenizer.token_to_id("<|im_end|>")),)
@@ -105,16 +105,16 @@ def tiny_speaker() -> Speaker:
 
 
 def folder_speaker(folder: Path) -> Speaker:
-    """A checkpoint."""
+    """A speaker of the checkpoint in this folder."""
     described = describe(folder)
     return Speaker(load_model(folder), described.files, described.vocab_size, described.eos_token_ids)
 
 
 def oracle_speaker(vocab_size: int = 400) -> Speaker:
-    """No model: hashes choose among what is allowed."""
+    """A speaker without a model: hashes choose among the allowed tokens."""
     return Speaker(None, oracle_tokenizer_files(vocab_size), vocab_size, (END_TOKEN_ID,))
 
 
 def as_json(schema: object) -> str:
-    """The text of a schema."""
+    """A schema as text."""
     return json.dumps(schema)

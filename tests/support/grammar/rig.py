@@ -1,4 +1,4 @@
-"""A worker's engine with grammars, over lists: requests in, texts out."""
+"""A worker's engine with grammars, with lists for its links: requests in, texts out."""
 
 import time
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ class Counting:
 
 @dataclass(eq=False)
 class Output:
-    """Of one handle."""
+    """What came for one handle."""
 
     token_ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
@@ -91,7 +91,7 @@ class GrammarRig:
         )
 
     def ask(self, handle: int, prompt: Iterable[int], grammar: Grammar | None = None, **sampling: Any) -> None:
-        """One request; fields of the Run's own go there."""
+        """Send one request; keywords that are fields of Run go there, the others into the sampling parameters."""
         of_run = ("fork_handles", "num_resumed_tokens", "timeout_s", "pooling")
         run = {name: sampling.pop(name) for name in of_run if name in sampling}
         params = msgspec.structs.replace(SamplingParams(max_tokens=256, grammar=grammar), **sampling)
@@ -102,15 +102,15 @@ class GrammarRig:
         self._inbox.append((GATEWAY, message))
 
     def cancel(self, *handles: int) -> None:
-        """At the next step."""
+        """Cancel these at the next step."""
         self._inbox.append((GATEWAY, Cancel(handles=handles)))
 
     def pause(self, *handles: int) -> None:
-        """Their callers do not read."""
+        """Pause these, as if their callers did not read."""
         self._inbox.append((GATEWAY, Pause(handles=handles)))
 
     def resume(self, *handles: int) -> None:
-        """They read on."""
+        """Resume these, as if their callers read on."""
         self._inbox.append((GATEWAY, Resume(handles=handles)))
 
     def step(self) -> None:
@@ -118,10 +118,10 @@ class GrammarRig:
         num_steps = self.engine.num_steps
         self.engine.step()
         if self.engine.num_steps == num_steps:
-            time.sleep(0.001)  # grammars are compiled meanwhile
+            time.sleep(0.001)  # lets grammars be compiled
 
     def run(self, timeout_s: float = 120.0) -> dict[int, Output]:
-        """Until every request has ended, and the audit is clean."""
+        """Step until every request has ended, and check that the audit is clean; the outputs by handle."""
         until_s = time.monotonic() + timeout_s
         while not all(output.finished for output in self.outputs.values()):
             assert time.monotonic() < until_s, "requests hang"
@@ -160,5 +160,5 @@ class GrammarRig:
 
 
 def json_schema(text: str) -> Grammar:
-    """A grammar of this schema."""
+    """The grammar of this schema."""
     return Grammar(kind=GrammarKind.JSON_SCHEMA, source=text)

@@ -1,5 +1,5 @@
-"""Random JSON schemas in the shapes that services send: nested objects, enums, bounded arrays, references, unions,
-patterns, formats. One seed, one schema. Everything in them is bounded, so that most outputs of a random model end."""
+"""Random JSON schemas like those that services send: nested objects, enums, bounded arrays, references, unions,
+patterns, formats. Each seed gives one schema. Everything is bounded, so that most outputs of a random model end."""
 
 import random
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class SchemaMaker:
     def _reference(self, depth: int) -> Json:
         self._num_definitions += 1
         name = f"d{self._num_definitions}"
-        self._definitions[name] = {}  # its place in the order
+        self._definitions[name] = {}  # reserves its place in the order
         self._definitions[name] = self._any(depth + 1)
         return {"$ref": f"#/$defs/{name}"}
 

@@ -1,4 +1,4 @@
-"""Connections that cost a server descriptors and nothing else, in a thread: they answer pings, or not even that."""
+"""Connections, kept by a thread, that cost a server only descriptors: they answer pings, or not even that."""
 
 import select
 import threading
@@ -17,7 +17,7 @@ WATCH_EVERYTHING = b"\x00\x00\x00\x00\x00"  # a HealthCheckRequest without a ser
 
 
 class Manner(Enum):
-    """What each connection does. Value: how it begins."""
+    """What each connection does."""
 
     PINGS = "answers pings"
     SILENT = "half a handshake"
@@ -26,7 +26,7 @@ class Manner(Enum):
 
 
 class Crowd:
-    """So many connections at a time. returns: those that are hung up come again, at most so many a second."""
+    """Keeps this many connections open. returns: closed ones are opened again, at most this many per second."""
 
     def __init__(self, port: int, count: int, manner: Manner, *, returns_per_s: int = 0) -> None:
         self.num_opened = self.num_hung_up = 0
@@ -48,11 +48,11 @@ class Crowd:
 
     @property
     def num_open(self) -> int:
-        """Now, as far as it was told."""
+        """Connections open now, as far as the crowd has noticed."""
         return len(self._open)
 
     def until(self, condition: Callable[[Self], bool], timeout_s: float = 60.0) -> None:
-        """Blocking. Raises AssertionError."""
+        """Block until the condition holds. Raises AssertionError at the timeout."""
         until_s = time.monotonic() + timeout_s
         while not condition(self):
             assert time.monotonic() < until_s, (self.num_opened, self.num_open, self.num_hung_up)
@@ -93,7 +93,7 @@ class Crowd:
         for number, _ in poll.poll(5):
             each = self._open[number]
             if self._manner is Manner.SILENT:
-                each.is_closed = not _receives(each)  # an answer would end the half of a handshake
+                each.is_closed = not _receives(each)  # answering would complete the handshake
             else:
                 each.read(0.001)
             if each.is_closed:

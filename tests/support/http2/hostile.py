@@ -1,4 +1,4 @@
-"""Bytes that no honest caller sends to a gRPC port. Every case is drawn from a seeded generator."""
+"""Bytes that no honest caller sends to a gRPC port. All cases are drawn from a seeded generator."""
 
 import random
 import struct
@@ -18,8 +18,8 @@ TLS_HELLO = (
 )
 HTTP1 = b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n"
 SETTINGS = bytes.fromhex("000000040000000000")
-UNKNOWN_FIELD = b"\x98\x06\x01"  # what is wrong in one way must not be a good request in another, a long one at that
-BATCH = 200  # streams that are open at once
+UNKNOWN_FIELD = b"\x98\x06\x01"  # so that no altered message is by chance a valid request, perhaps for a long output
+BATCH = 200  # streams open at once
 
 
 def _varint(value: int) -> bytes:
@@ -32,7 +32,7 @@ def _varint(value: int) -> bytes:
 
 @cache
 def nested(depth: int, field_number: int = 1) -> bytes:
-    """Messages in messages."""
+    """Nested messages, this deep."""
     data = b""
     for _ in range(depth):
         data = _varint(field_number << 3 | 2) + _varint(len(data)) + data
@@ -50,7 +50,7 @@ def first_bytes(drawn: random.Random) -> bytes:
         return drawn.randbytes(drawn.randrange(1, 400))
     if kind == 3:
         return PREFACE + drawn.randbytes(drawn.randrange(9, 400))
-    if kind == 4:  # a header of a frame, then noise
+    if kind == 4:  # a frame header, then noise
         length = drawn.choice((0, 1, 8, 100, 0xFFFFFF))
         head = struct.pack(">I", length)[1:] + bytes([drawn.randrange(16), drawn.randrange(256)])
         return PREFACE + SETTINGS + head + struct.pack(">I", drawn.getrandbits(32)) + drawn.randbytes(100)
@@ -61,7 +61,7 @@ def first_bytes(drawn: random.Random) -> bytes:
 
 
 def connections(port: int, count: int, seed: int) -> Counter[str]:
-    """So many connections that begin badly; how each ended."""
+    """Open this many connections that begin badly; counts of how they ended."""
     drawn, endings = random.Random(seed), Counter[str]()
     for _ in range(count):
         with RawHttp2(port, preface=b"") as connection:
@@ -77,7 +77,7 @@ def connections(port: int, count: int, seed: int) -> Counter[str]:
 
 
 def bad_call(drawn: random.Random) -> tuple[bytes, list[tuple[str, str]]]:
-    """A framed message and its headers, wrong in one way or another."""
+    """A framed message and its headers, invalid in some way."""
     good = bytearray(generate())
     headers = list(grpc_headers())
     kind = drawn.randrange(8)
@@ -107,7 +107,7 @@ def bad_call(drawn: random.Random) -> tuple[bytes, list[tuple[str, str]]]:
 
 
 def calls(port: int, count: int, seed: int) -> Counter[str]:
-    """So many bad calls over few connections, a batch at a time; how their streams ended."""
+    """Make this many bad calls over few connections, in batches; counts of how their streams ended."""
     drawn, endings = random.Random(seed), Counter[str]()
     done = 0
     while done < count:
@@ -116,13 +116,13 @@ def calls(port: int, count: int, seed: int) -> Counter[str]:
             for _ in range(size):
                 message, headers = bad_call(drawn)
                 connection.call(message, headers)
-            endings += connection.endings(size, timeout_s=30.0)  # a slow machine is not silence
+            endings += connection.endings(size, timeout_s=30.0)  # generous, for slow machines
             done += size
     return endings
 
 
 def calls_side_by_side(port: int, count: int, seed: int, *, num_threads: int) -> Counter[str]:
-    """The same from several callers at once, each with a seed of its own: one of them mostly waits."""
+    """The same from several callers at once, each with its own seed, since one alone mostly waits."""
     shares = [count // num_threads + (index < count % num_threads) for index in range(num_threads)]
     with ThreadPoolExecutor(num_threads) as threads:
         done = [threads.submit(calls, port, share, seed + index) for index, share in enumerate(shares)]
@@ -130,7 +130,7 @@ def calls_side_by_side(port: int, count: int, seed: int, *, num_threads: int) ->
 
 
 def rapid_reset(port: int, count: int) -> tuple[int, int]:
-    """HEADERS, DATA and RST_STREAM of good calls, again and again: how many went out, over how many connections."""
+    """Send HEADERS, DATA and RST_STREAM of valid calls over and over: how many were sent, over how many connections."""
     sent = num_connections = 0
     while sent < count:
         num_connections += 1
@@ -155,7 +155,8 @@ def _resets(connection: RawHttp2, count: int) -> int:
 
 
 def flood(port: int, unit: bytes, count: int, *, per_send: int = 200) -> tuple[int, int]:
-    """The same frame again and again, starting over where the connection is closed: frames, connections."""
+    """Send the same frame over and over, reconnecting when the connection is closed; numbers of frames and of
+    connections."""
     sent = num_connections = 0
     while sent < count:
         num_connections += 1

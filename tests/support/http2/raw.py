@@ -1,4 +1,4 @@
-"""An HTTP/2 client made of frames, for what no library would send. Blocking; one thread each."""
+"""An HTTP/2 client at the level of frames, to send what no library would. Blocking; one thread per connection."""
 
 import socket
 import struct
@@ -30,19 +30,19 @@ Headers = Sequence[tuple[str, str]]
 
 
 def grpc_message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
-    """A message with gRPC's prefix. length: another one than it has."""
+    """A message with gRPC's prefix. length: the length to claim, if not the true one."""
     return struct.pack(">BI", compressed, len(data) if length is None else length) + data
 
 
 def generate(prompt: Sequence[int] = (7, 8, 9), max_tokens: int = 4, seed: int = 0) -> bytes:
-    """Bytes of a request that is good."""
+    """The bytes of a valid GenerateRequest."""
     return generate_request(
         token_ids=prompt, max_tokens=max_tokens, seed=seed, temperature=0, ignore_eos=True, output="token_ids"
     ).SerializeToString()
 
 
 def grpc_headers(path: str = GENERATE, extra: Headers = ()) -> Headers:
-    """As every gRPC client sends them."""
+    """The headers that every gRPC client sends."""
     return [
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
         ("content-type", "application/grpc"), ("te", "trailers"), *extra,
@@ -51,7 +51,7 @@ def grpc_headers(path: str = GENERATE, extra: Headers = ()) -> Headers:
 
 @dataclass(slots=True, kw_only=True)
 class Ending:
-    """How a stream, or the connection, ended. headers: all that came on the stream, trailers included."""
+    """How a stream, or the connection, ended. headers: all headers of the stream, trailers included."""
 
     headers: dict[str, str] = field(default_factory=dict)
     is_reset: bool = False
@@ -60,12 +60,12 @@ class Ending:
 
     @property
     def status(self) -> int | None:
-        """gRPC's number; None where no trailers came."""
+        """The gRPC status code; None if no trailers came."""
         return int(self.headers["grpc-status"]) if "grpc-status" in self.headers else None
 
     @property
     def kind(self) -> str:
-        """One word for counts."""
+        """One word to count endings by."""
         if self.status is not None:
             return f"status {self.status}"
         if "http" in self.headers or ":status" in self.headers:
@@ -74,7 +74,7 @@ class Ending:
 
 
 class RawHttp2:
-    """A connection whose preface is sent. Stream ids are odd and count up."""
+    """A connection that has sent its preface. Stream ids are odd and ascending."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class RawHttp2:
         self.close()
 
     def new_id(self) -> int:
-        """Of the next stream."""
+        """The id of the next stream."""
         self._next_id += 2
         return self._next_id - 2
 
     def send(self, *parts: Frame | bytes) -> bool:
-        """Whether the other side still takes bytes."""
+        """Send these; whether the other side still accepts bytes."""
         data = b"".join(part if isinstance(part, bytes) else part.serialize() for part in parts)
         try:
             self.socket.sendall(data)
@@ -123,12 +123,13 @@ class RawHttp2:
         return not self.is_closed
 
     def headers(self, stream_id: int, headers: Headers | None = None, *flags: str) -> HeadersFrame:
-        """A whole header block."""
+        """A HEADERS frame with a whole header block."""
         encoded = self._encoder.encode(headers or grpc_headers())
         return HeadersFrame(stream_id, encoded, flags=["END_HEADERS", *flags])
 
     def call(self, message: bytes, headers: Headers | None = None, *, piece_bytes: int = 16_384) -> int:
-        """HEADERS and DATA of a call whose message is already framed, as fast as the windows allow; the stream's id."""
+        """Send HEADERS and DATA of a call, whose message is already framed, as fast as the windows allow; the stream
+        id."""
         stream_id = self.new_id()
         self.send(self.headers(stream_id, headers))
         at = 0
@@ -147,11 +148,11 @@ class RawHttp2:
         return stream_id
 
     def reset(self, stream_id: int) -> None:
-        """Cancel it."""
+        """Cancel the stream."""
         self.send(RstStreamFrame(stream_id, error_code=8))
 
     def read(self, timeout_s: float) -> list[Frame]:
-        """What came, waiting at most so long for the first frame. SETTINGS and PING are answered."""
+        """The frames that have arrived, waiting at most timeout_s for the first. Answers SETTINGS and PING."""
         self.socket.settimeout(max(timeout_s, 0.001))
         try:
             data = self.socket.recv(1 << 16)
@@ -191,7 +192,7 @@ class RawHttp2:
             self._ended.add(frame.stream_id)
 
     def ending(self, stream_id: int, timeout_s: float = WAIT_S) -> Ending:
-        """Read until that stream, or the connection, is over."""
+        """Read until that stream, or the connection, has ended."""
         ending, until_s = Ending(), time.monotonic() + timeout_s
         while (not self.is_closed or self._frames_to_come) and time.monotonic() < until_s:
             frames, self._frames_to_come = self._frames_to_come, []
@@ -209,7 +210,8 @@ class RawHttp2:
         return ending
 
     def endings(self, count: int, timeout_s: float = WAIT_S) -> Counter[str]:
-        """Read until so many streams have ended, or the connection: gRPC's status, a reset, or nothing."""
+        """Read until this many streams, or the connection, have ended; counts by kind: gRPC's status, a reset, or that
+        nothing came."""
         kinds: dict[int, str] = {}
         until_s = time.monotonic() + timeout_s
         frames, self._frames_to_come = self._frames_to_come, []
@@ -227,14 +229,14 @@ class RawHttp2:
         return Counter(kinds.values()) + Counter({rest: count - len(kinds)})
 
     def until_closed(self, timeout_s: float) -> bool:
-        """Whether the other side hangs up in time."""
+        """Whether the other side closes the connection in time."""
         until_s = time.monotonic() + timeout_s
         while not self.is_closed and time.monotonic() < until_s:
             self.read(until_s - time.monotonic())
         return self.is_closed
 
     def abort(self) -> None:
-        """Close by RST."""
+        """Close with a TCP RST."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close()
 

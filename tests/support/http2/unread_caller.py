@@ -1,5 +1,5 @@
-"""A caller that speaks HTTP/2 itself, and gives every stream a window of nothing: it takes headers, and no message
-before it says so."""
+"""A caller that speaks HTTP/2 itself and gives every stream a window of 0: it accepts headers, but no message before it
+opens the window."""
 
 import asyncio
 import struct
@@ -11,13 +11,13 @@ from h2.events import DataReceived, ResponseReceived, SettingsAcknowledged, Stre
 from h2.settings import SettingCodes
 
 GENERATE = "/octavo.v1.InferenceService/Generate"
-PREFIX = struct.Struct("!?I")  # of a gRPC message: whether it is compressed, its length
+PREFIX = struct.Struct("!?I")  # of a gRPC message: compressed flag, length
 
 
 @dataclass(slots=True)
 class UnreadingCaller:
-    """trailers: of the streams that have ended, by stream. data: what came of each; the connection's own window is
-    always open."""
+    """trailers: of streams that have ended, by stream id. data: the bytes received on each. The connection's own window
+    is always open."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -28,7 +28,7 @@ class UnreadingCaller:
 
     @classmethod
     async def connect(cls, port: int) -> "UnreadingCaller":
-        """To a service in plain text on this host."""
+        """Connect in plain text to a service on this host."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         connection = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
         connection.initiate_connection()
@@ -36,12 +36,12 @@ class UnreadingCaller:
         writer.write(connection.data_to_send())
         await writer.drain()
         caller = cls(reader, writer, connection)
-        while not caller.is_heeded:  # until then the server goes by the protocol's own window
+        while not caller.is_heeded:  # until then the server uses the protocol's default window
             await caller.receive(for_s=5.0)
         return caller
 
     def open(self, message: bytes) -> int:
-        """Call Generate with a serialized message; its stream."""
+        """Call Generate with a serialized message; the stream's id."""
         stream = self.connection.get_next_available_stream_id()
         headers = [
             (":method", "POST"), (":scheme", "http"), (":path", GENERATE), (":authority", "localhost"),
@@ -53,7 +53,7 @@ class UnreadingCaller:
         return stream
 
     async def receive(self, *, for_s: float) -> bool:
-        """Take what comes within that time; whether anything came."""
+        """Process what arrives within that time; whether anything did."""
         try:
             async with asyncio.timeout(for_s):
                 data = await self.reader.read(65536)
@@ -81,12 +81,12 @@ class UnreadingCaller:
         return True
 
     def take(self, stream: int, num_bytes: int) -> None:
-        """Open a stream's window."""
+        """Open a stream's window by this many bytes."""
         self.connection.increment_flow_control_window(num_bytes, stream)
         self.writer.write(self.connection.data_to_send())
 
     def messages(self, stream: int) -> list[bytes]:
-        """Whole ones that came of a stream."""
+        """The complete messages that a stream has received."""
         data, found, at = bytes(self.data.get(stream, b"")), list[bytes](), 0
         while at + PREFIX.size <= len(data):
             _, length = PREFIX.unpack_from(data, at)
@@ -97,6 +97,6 @@ class UnreadingCaller:
         return found
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.writer.close()
         await self.writer.wait_closed()

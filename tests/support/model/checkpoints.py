@@ -71,7 +71,7 @@ def train_tokenizer(vocab_size: int = 320) -> Tokenizer:
 
 
 def random_tensors(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
-    """Every tensor of the architecture in float32, scaled so that logits differ clearly from token to token."""
+    """Every tensor of the architecture, float32, scaled so that logits differ clearly from token to token."""
     generator = torch.Generator().manual_seed(seed)
     D, I, V = (int(str(config[key])) for key in ("hidden_size", "intermediate_size", "vocab_size"))
     N, K = int(str(config["num_attention_heads"])), int(str(config["num_key_value_heads"]))
@@ -101,7 +101,7 @@ def random_tensors(config: dict[str, object], seed: int) -> dict[str, torch.Tens
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json, tokenizer_config.json and generation_config.json into the folder."""
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json into the folder."""
     tokenizer = train_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
@@ -115,7 +115,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 
 def write_tiny_checkpoint(folder: Path, *, seed: int = 0, **changes: object) -> Path:
-    """A complete loadable checkpoint; `changes` replace entries of its config.json. Returns the folder."""
+    """Write a complete, loadable checkpoint; `changes` replace entries of its config.json. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer(folder)
     config = tiny_config(**changes)

@@ -1,12 +1,13 @@
-/* Runs the kernels of model/cpu for another process, which foreign.py starts under an emulator: reads calls from its
- * input, writes results to its output.
+/* Runs the kernels of model/cpu for another process: foreign.py starts this program under an emulator. Reads calls from
+ * stdin, writes results to stdout.
  *
- * A call: the function's name in 32 bytes, a float, the number of arguments, of buffers and of pointers in buffers; the
- * arguments, -1 - b for buffer b; of each buffer its size and its bytes; of each pointer its buffer, its place there and
- * the buffer that it points to. The answer: what the function gave, then the bytes of all buffers. Numbers have 64 bits.
+ * A call: the function's name in 32 bytes; a float; the numbers of arguments, of buffers and of pointers in buffers; the
+ * arguments, where -1 - b stands for buffer b; for each buffer its size and its bytes; for each pointer its buffer, its
+ * offset there and the buffer that it points to. The answer: the return value, then the bytes of all buffers. Integers
+ * have 64 bits.
  *
- * All functions are called alike: AArch64 hands integers over in registers and then on the stack, eight bytes each,
- * and floats in registers of their own. */
+ * All functions are called alike: AArch64 passes integers in registers and then on the stack, eight bytes each, and
+ * floats in registers of their own. */
 
 #include <stdint.h>
 #include <stdio.h>
@@ -76,7 +77,7 @@ int main(void) {
             if (a[i] < 0) a[i] = (word)buffers[-1 - a[i]];
         word found = named(name)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
                                  a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], scale);
-        if (strstr(name, "arithmetic")) { /* a text: its length, then itself as the only buffer */
+        if (strstr(name, "arithmetic")) { /* returns a text: answered by its length, then its bytes as the only buffer */
             const char *text = (const char *)found;
             word length = (word)strlen(text);
             fwrite(&length, sizeof length, 1, stdout);

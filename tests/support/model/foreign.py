@@ -1,4 +1,4 @@
-"""The kernels in C as a CPU of another architecture runs them: compiled for it, emulated, called as a library is.
+"""The C kernels on a CPU of another architecture: cross-compiled, emulated, and called like a library.
 
 Needs a cross compiler and qemu's user mode emulation; Debian: gcc-aarch64-linux-gnu, qemu-user.
 """
@@ -23,13 +23,13 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 def why_not() -> str | None:
-    """What is missing; None where kernels of AArch64 can be run."""
+    """What is missing; None if AArch64 kernels can be run."""
     missing = [each for each in (COMPILER, EMULATOR) if shutil.which(each) is None]
     return f"no {' and no '.join(missing)} here (Debian: gcc-aarch64-linux-gnu, qemu-user)" if missing else None
 
 
 def compiled(folder: Path, *flags: str) -> Path:
-    """The kernels and what runs them, for AArch64. Raises CalledProcessError."""
+    """The kernels and the program that runs them, compiled for AArch64. Raises CalledProcessError."""
     program = folder / "kernels"
     command = [COMPILER, *(flag for flag in native._FLAGS if flag not in ("-shared", "-fPIC")), "-static", *flags]
     sources = [str(each) for each in (_DRIVER, *native.SOURCES)]
@@ -38,8 +38,8 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 
 class ForeignLibrary:
-    """Takes the calls that a `ctypes.CDLL` of the kernels takes, with the addresses of tensors that were asked for
-    theirs while it was there (`seen`), also inside of structures."""
+    """Takes the same calls as a `ctypes.CDLL` of the kernels. Addresses, also inside structures, must be those of
+    tensors whose `data_ptr` went through `seen`."""
 
     def __init__(self, program: Path) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
@@ -51,7 +51,7 @@ class ForeignLibrary:
         )
 
     def seen(self, tensor: torch.Tensor) -> int:
-        """In the place of `torch.Tensor.data_ptr`: the address is known from now on, and stays."""
+        """Replaces `torch.Tensor.data_ptr`: remembers the address, and keeps the tensor alive."""
         address = _data_ptr(tensor)
         self._tensors[address] = tensor
         return address
@@ -114,7 +114,7 @@ class ForeignLibrary:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last: kernels know strides."""
+    """Bytes from a tensor's first element through its last, since kernels use strides."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -33,7 +33,7 @@ def exact_distribution(params: SamplingParams) -> np.ndarray:
 
 
 def chi_squared_limit(degrees: int) -> float:
-    """The value that chance exceeds once in a thousand (Wilson and Hilferty's approximation)."""
+    """The value that chance exceeds once in a thousand times (approximation of Wilson and Hilferty)."""
     return degrees * (1 - 2 / (9 * degrees) + 3.0902 * np.sqrt(2 / (9 * degrees))) ** 3
 
 

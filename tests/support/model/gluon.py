@@ -1,5 +1,5 @@
-"""Kernels in Gluon, run by Triton's interpreter, which knows none: layouts mean nothing there, and a copy to shared
-memory arrives when it is waited for, not before."""
+"""Runs Gluon kernels in Triton's interpreter, which does not support them: layouts mean nothing here, and a copy to
+shared memory arrives only when it is waited for."""
 
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -11,10 +11,10 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 
 def interpreted(module: ModuleType, kernel: str, *, instead: dict[str, Any] | None = None) -> Any:
-    """The kernel of the module, which may call the module's other functions in Gluon. instead: of some of them, by
-    name."""
+    """The module's kernel, which may call the module's other Gluon functions. instead: replacements for some of these,
+    by name."""
     names = dict(vars(module)) | {"tl": tl, "gl": _Language(), "mma_v2": _mma_v2, "async_copy": _Copies()}
-    names["thread_barrier"] = lambda: None  # threads of a program take turns, operation by operation
+    names["thread_barrier"] = lambda: None  # the interpreter runs each operation for all threads of a program at once
     for name, function in vars(module).items():
         if isinstance(function, GluonJITFunction):
             plain = function.fn
@@ -23,7 +23,7 @@ def interpreted(module: ModuleType, kernel: str, *, instead: dict[str, Any] | No
             names[name] = InterpretedFunction(copy)
     names |= instead or {}
     rewritten = names[kernel].rewrite()
-    rewritten.__annotations__ = dict.fromkeys(rewritten.__annotations__, "constexpr")  # it knows "tl.constexpr" only
+    rewritten.__annotations__ = dict.fromkeys(rewritten.__annotations__, "constexpr")  # it knows no "gl.constexpr"
     return names[kernel]
 
 
@@ -37,7 +37,7 @@ def _number(value: Any) -> int:
 
 
 class _Language:
-    """`gluon.language` as far as it is another than `triton.language`."""
+    """`gluon.language`, as far as it differs from `triton.language`."""
 
     def __getattr__(self, name: str) -> Any:
         return (lambda *_: None) if name.endswith("Layout") else getattr(tl, name)
@@ -56,7 +56,7 @@ class _Language:
 
 
 class _Shared:
-    """Tiles that are there, or not yet."""
+    """Tiles in shared memory; None until their copy has arrived."""
 
     def __init__(self, shape: list[int]) -> None:
         self.shape, self.tiles = shape, [None] * shape[0]
@@ -69,7 +69,7 @@ class _Shared:
 
 
 class _Rows:
-    """Tiles, some rows of one at a time."""
+    """A view of the tiles that accesses some rows of one tile at a time."""
 
     def __init__(self, shared: _Shared, length: int) -> None:
         self.shared, self.length = shared, length

@@ -1,4 +1,4 @@
-"""A hub on loopback: as much of the Hugging Face hub's HTTP interface as a download uses, and its mishaps on demand."""
+"""A hub on loopback: the part of the Hugging Face hub's HTTP interface that a download uses, with faults on demand."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ REPOSITORY = "org/tiny"
 
 
 class Hub(ThreadingHTTPServer):
-    """fetched: how often each file was, ranges: the Range headers of those. breaks_after: bytes of a file after which
-    its connection breaks, once each. is_gated: files are for those who accepted terms. sizes: what the hub says of a
-    file's size, where that is not the truth. slow: a file whose last byte waits for `release`.
+    """fetched: how often each file was fetched; ranges: the Range headers of these requests. breaks_after: number of
+    bytes after which a file's connection breaks, once for each file. is_gated: files are only for callers who accepted
+    the terms. sizes: file sizes to report instead of the true ones. slow: a file whose last byte waits for `release`.
     """
 
     daemon_threads = True
@@ -34,7 +34,7 @@ class Hub(ThreadingHTTPServer):
         self.release = threading.Event()
 
     def size_of(self, name: str) -> int:
-        """As its listings tell."""
+        """The size that listings report."""
         return self.sizes.get(name, len(self.files[name]))
 
 
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -101,13 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def etag(content: bytes) -> str:
-    """Of a file."""
+    """The ETag of a file with this content."""
     return hashlib.sha1(content).hexdigest()
 
 
 @contextmanager
 def running_hub(checkpoint: Path) -> Iterator[Hub]:
-    """With the files of a checkpoint, and some that nobody should fetch."""
+    """A hub with the files of a checkpoint, and some that nobody should fetch."""
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     extra = {
         "pytorch_model.bin": b"pickle",
@@ -125,7 +125,7 @@ def running_hub(checkpoint: Path) -> Iterator[Hub]:
 
 
 def hub_environment(hub: Hub, home: Path) -> dict[str, str]:
-    """For a process that asks it and keeps what it gets in `home` (the hub's address is read at import)."""
+    """Environment of a process that uses this hub and caches in `home`. (The hub's address is read at import.)"""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     return environment | {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",

@@ -1,4 +1,4 @@
-"""Triton's interpreter, where it needs help."""
+"""Corrections and shortcuts for Triton's interpreter."""
 
 import math
 import os
@@ -16,15 +16,15 @@ import torch
 FLOATS = {32: np.float32, 16: np.float16}
 WARNINGS = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # integers wrap, as they must
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # integers must wrap
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
-"""Marks for tests that run kernels: what numpy says of ones that are right."""
+"""Marks for tests that run kernels: warnings of numpy about correct kernels."""
 
 
 def cut_decodes_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs programs one after the other, also those without work: few of them then, and chunks so short that short
-    contexts have several."""
+    """Launch few programs, since the interpreter runs them one after the other, even those without work; and make
+    chunks so short that even short contexts have several."""
     from octavo.model.kernels.attention import decode_work
 
     limits = decode_work.WorkLimits(target_items=8, min_chunk_tokens=16)
@@ -33,7 +33,7 @@ def cut_decodes_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def convert_to_e4m3_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter loses the carry of what rounds up to a power of two, and does not saturate."""
+    """Triton 3.6's interpreter loses the carry of numbers that round up to a power of two, and does not saturate."""
     from triton.runtime import interpreter
 
     original: Callable[..., Any] = interpreter._convert_float
@@ -50,7 +50,7 @@ def convert_to_e4m3_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def prepare_interpreter() -> None:
-    """Once in every process that runs kernels in the interpreter."""
+    """Must be called once in every process that runs kernels in the interpreter."""
     if find_spec("triton") is None:
         return
     _let_comparisons_be_booleans()
@@ -64,8 +64,8 @@ def prepare_interpreter() -> None:
 
 
 def _let_comparisons_be_booleans() -> None:
-    """Comparisons in triton's interpreter call their result a number of their operands' type: spread over a block it
-    becomes one, and triton 3.9 takes no such masks."""
+    """Comparisons in Triton's interpreter give their result the type of their operands: broadcast to a block it becomes
+    such a number, and triton 3.9 accepts no such masks."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -79,8 +79,8 @@ def _let_comparisons_be_booleans() -> None:
 
 
 def _patch_the_language_once() -> None:
-    """The interpreter goes through the whole language at each call of a function within a kernel, to put its own in the
-    place of what a launch has replaced already, and makes a table of all types to look one up: half of its time."""
+    """At each call of a function in a kernel the interpreter patches the whole language again, although the launch has
+    already done so, and builds a table of all types to look one up. Both together take half of its time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -104,11 +104,11 @@ def _patch_the_language_once() -> None:
 
 
 def _describe_each_shape_once() -> None:
-    """The language makes constants and types of each dimension of each value, and the words for them: a third of what
-    the interpreter does. Here values of one shape share them, and words are made where they are read."""
+    """The language makes constants and types for each dimension of each value, and their names, which takes a third of
+    the interpreter's time. Here values of the same shape share them, and names are made only when read."""
     import triton.language as tl
 
-    described = dict[Any, tuple[Any, int, Any, Any]]()  # of a type and of its values, by the shape and by its sizes
+    described = dict[Any, tuple[Any, int, Any, Any]]()  # of a type and its values, by id of the shape and by sizes
     make_type = tl.block_type.__init__
     scalar = (tl.core.tuple([]), tl.constexpr(1))
 
@@ -116,7 +116,7 @@ def _describe_each_shape_once() -> None:
         return number.value if isinstance(number, tl.constexpr) else number
 
     def describe(shape: Any) -> tuple[Any, int, Any, Any]:
-        """As the language does it: it refuses some, and numbers may not be of any type."""
+        """As the language does it: it refuses some shapes, and accepts only some types of numbers."""
         sizes = tuple(map(whole, shape))
         if sizes not in described:
             make_type(made := object.__new__(tl.block_type), tl.int32, list(sizes))
@@ -138,7 +138,8 @@ def _describe_each_shape_once() -> None:
 
 
 def _leave_out_what_nobody_reads() -> None:
-    """Sums and products of integers are computed in 64 bits once more, for an assertion that only a debugger makes."""
+    """Integer sums and products are computed a second time in 64 bits, for an assertion that is made only in debug
+    mode."""
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
@@ -147,7 +148,8 @@ def _leave_out_what_nobody_reads() -> None:
 
 
 def _call_the_language_directly() -> None:
-    """Around each of its functions two look through keywords, and much is asked four times what it is not."""
+    """Each function of the language has two wrappers that inspect keywords, and many types are checked over and
+    over."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -178,8 +180,8 @@ def _call_the_language_directly() -> None:
 
 
 def _agree_at_once_where_types_do() -> None:
-    """Two values of one type and shape need neither a common type nor a common shape, for which the language asks some
-    thirty questions; other pairs of types, and what a number becomes beside a value, are asked for once."""
+    """Two values of the same type and shape need no common type or shape, which the language finds by some thirty
+    checks. The results for other pairs of types, and for a number with a value, are computed once."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
 
@@ -241,8 +243,8 @@ def _agree_at_once_where_types_do() -> None:
 
 
 def _reduce_by_halves() -> None:
-    """The interpreter calls functions that combine elements for one pair of elements after the other, but for a few
-    functions that it knows; they take blocks, too."""
+    """In reductions the interpreter calls the combining function for one pair of elements after another, except for a
+    few functions that it knows. These functions also work on blocks, so combine halves."""
     from triton.runtime import interpreter
 
     def reduce(self: Any, input: tuple[Any, ...]) -> list[Any]:
@@ -264,14 +266,14 @@ def _reduce_by_halves() -> None:
 
 
 def sum_products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tl.dot` adds up every element of a tile in the same order, as a device's instruction does. numpy's product
-    leaves that to a library, which on some CPUs takes another order for the last rows of a tile, or for narrow ones."""
+    """Make `tl.dot` sum every element of a tile in the same order, as a device's instruction does. numpy's product uses
+    a library, which on some CPUs takes another order for the last rows of a tile, or for narrow tiles."""
     from triton.runtime import interpreter
 
     original: Callable[..., Any] = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-        # fp8 becomes fp16 on its way, in there: only what is multiplied is taken over.
+        # The original converts fp8 to fp16: only the multiplication is replaced.
         with monkeypatch.context() as patch:
             patch.setattr(interpreter.np, "matmul", _product_in_one_order)
             return original(builder, a, b, d, *how)

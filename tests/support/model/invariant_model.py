@@ -1,4 +1,4 @@
-"""A small model for tests of deterministic mode on a CPU: its sizes are multiples of what the kernels take."""
+"""A small model for tests of deterministic mode on a CPU: its sizes are multiples of what the kernels need."""
 
 import torch
 
@@ -18,7 +18,7 @@ CONFIG = ModelConfig(
 
 
 def random_model(dtype: torch.dtype) -> CausalLM:
-    """Logits that differ clearly."""
+    """A random model whose logits differ clearly."""
     model = CausalLM.random(CONFIG, seed=1, dtype=dtype)
     for parameter in model.parameters():
         parameter.data *= 3

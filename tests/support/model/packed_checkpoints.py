@@ -1,5 +1,5 @@
-"""Packing of quantised matrices the obvious way, bit by bit, and tiny checkpoints in the layouts of Qwen's published
-GPTQ and AWQ ones. Shares no code with model/quantization.
+"""Packs quantised matrices in the obvious way, bit by bit, and writes tiny checkpoints in the layouts of Qwen's
+published GPTQ and AWQ checkpoints. Shares no code with model/quantization.
 """
 
 import json
@@ -28,7 +28,7 @@ AWQ_CONFIG = {
 
 
 class RandomMatrix:
-    """Random codes, zero points and scales, and what they mean: weight_OI, float32."""
+    """Random codes, zero points and scales, and the weights that they represent: weight_OI, float32."""
 
     def __init__(
         self, rng: np.random.Generator, O: int, I: int, *, bits: int, group_size: int, permuted: bool = False
@@ -44,7 +44,7 @@ class RandomMatrix:
         self.weight_OI = torch.from_numpy(((self.code_IO - zero_IO).astype(np.float32) * scale_IO).T.copy())
 
     def gptq(self, *, zero_offset: int = 1) -> dict[str, torch.Tensor]:
-        """The four tensors of AutoGPTQ's layout; zero_offset 0: of its second format."""
+        """The four tensors of AutoGPTQ's layout; zero_offset 0: the second version of that format."""
         return {
             "qweight": words_along_rows(self.code_IO, self.bits),
             "qzeros": words_along_rows((self.zero_GO - zero_offset).T, self.bits).T.contiguous(),
@@ -53,7 +53,7 @@ class RandomMatrix:
         }
 
     def awq(self) -> dict[str, torch.Tensor]:
-        """The three tensors of AutoAWQ's GEMM layout; groups must be in order."""
+        """The three tensors of AutoAWQ's GEMM layout. Groups must be in order."""
         return {
             "qweight": awq_words(self.code_IO),
             "qzeros": awq_words(self.zero_GO),
@@ -93,8 +93,8 @@ def write_packed_checkpoint(
     seed: int = 0,
     **changes: object,
 ) -> dict[str, torch.Tensor]:
-    """A tiny checkpoint with packed matrices (but those whose names have a part of `plain`). Returns what a plain
-    checkpoint of the same model would hold, float32."""
+    """Write a tiny checkpoint with packed matrices (except those whose names contain an entry of `plain`). Returns the
+    float32 tensors that a plain checkpoint of the same model would hold."""
     write_tiny_checkpoint(folder, seed=seed, torch_dtype="float16", quantization_config=quantization, **changes)
     rng = np.random.default_rng(seed)
     tensors = load_file(folder / "model.safetensors")
@@ -117,7 +117,7 @@ def write_packed_checkpoint(
 
 
 def change_config(folder: Path, **changes: object) -> None:
-    """Replace fields of the quantization_config."""
+    """Replace fields of quantization_config."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] |= changes

@@ -1,8 +1,8 @@
-"""Kernels that are compiled beside each other for a Hopper GPU, told without one.
+"""Compiles kernels in parallel for a Hopper GPU, without having one.
 
     TRITON_INTERPRET=0 python -m tests.support.model.precompiled
 
-Prints what came of it as JSON.
+Prints what happened as JSON.
 """
 
 import json
@@ -24,18 +24,18 @@ from tests.support.model.pretended import PretendedDriver
 
 
 class Launcher:
-    """Stands for what a C compiler would build."""
+    """Stands for the launcher that a C compiler would build."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         built.append(source.fn.__name__)
 
 
 built: list[str] = []
-"""For which kernels."""
+"""Names of the kernels that launchers were built for."""
 
 
 class Driver(PretendedDriver):
-    """With what compiling asks for, too."""
+    """Also has what compiling needs."""
 
     launcher_cls = Launcher
 
@@ -61,7 +61,7 @@ def mistaken_kernel(x_1):
 
 
 class Helper:
-    """A process that helps until it has answered `lasts` requests; what it is asked for is noted."""
+    """A helper process that answers `lasts` requests and refuses further ones."""
 
     def __init__(self, lasts: int) -> None:
         self._left = lasts
@@ -82,13 +82,13 @@ class Helper:
         return self._process.stdout.readline() == b"True\n"
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
 
 def help_main() -> None:
-    """What a helper does."""
+    """The main loop of a helper process."""
     for line in sys.stdin.buffer:
         try:
             help_compiling(line)
@@ -100,8 +100,8 @@ def help_main() -> None:
 
 
 def with_helper(number: int, *, lasts: int) -> dict[str, list[str]]:
-    """Kernels, with that number in them, that this process compiled itself, for which it built launchers, and that it
-    has at the end."""
+    """Names of kernels (which get this number as a constant, so that they are new) that this process compiled itself,
+    for which it built launchers, and which it has at the end."""
     own, kernels = list[str](), (one_kernel, like_it_kernel, mistaken_kernel)
 
     def listen(*, src: Any, cache_hit: bool, **rest: Any) -> None:
@@ -128,7 +128,7 @@ def with_helper(number: int, *, lasts: int) -> dict[str, list[str]]:
 
 
 def ended_early() -> int:
-    """How many of five kernels one thread begins to compile, where the start is ended while it is at the second."""
+    """How many of five kernels one thread begins to compile if the start is ended while it compiles the second."""
     is_over, begun, compile_one = threading.Event(), list[str](), one_kernel.compile
 
     def slowly(source: Any, **named: Any) -> Any:

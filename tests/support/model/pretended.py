@@ -1,10 +1,10 @@
-"""A GPU, as far as Triton asks a driver for one."""
+"""A fake GPU driver, as far as Triton asks it."""
 
 from triton.backends.compiler import GPUTarget
 
 
 class PretendedDriver:
-    """Has one device, a Hopper one unless another compute capability is given, and its first stream."""
+    """Has one device, a Hopper GPU unless another compute capability is given, and its first stream."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self._arch = 10 * capability[0] + capability[1]

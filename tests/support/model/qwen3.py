@@ -1,4 +1,4 @@
-"""Random Qwen3 checkpoints of transformers' own making."""
+"""Random Qwen3 checkpoints made by transformers itself."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 384, "max_position_embeddings": 512, "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }  # fmt: skip
-"""Heads are wider together than the hidden size, as in Qwen3-0.6B."""
+"""All heads together are wider than the hidden size, as in Qwen3-0.6B."""
 
 
 def make_qwen3(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """transformers' model with random weights; norms differ from one, so that one that is left out shows."""
+    """transformers' model with random weights; norm weights differ from 1, so that a missing norm shows."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     theirs = Qwen3ForCausalLM(Qwen3Config(**(SHAPE | {"attn_implementation": "sdpa"} | changes)))
@@ -29,7 +29,7 @@ def make_qwen3(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: 
 
 
 def write_qwen3(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A complete checkpoint as `save_pretrained` writes it, with a tokenizer. Returns the folder."""
+    """Write a complete checkpoint as `save_pretrained` does, with a tokenizer. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     make_qwen3(seed=seed, dtype=dtype, **changes).save_pretrained(folder)
     write_tokenizer(folder)

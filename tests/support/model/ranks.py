@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group as processes of this machine, on one thread each."""
+"""The ranks of a tensor-parallel group as processes on this machine, with one thread each."""
 
 import faulthandler
 import math
@@ -29,25 +29,25 @@ from tests.support.model.interpreter import prepare_interpreter
 TIMEOUT_S = 300.0
 SHOW_TIMEOUT_S, END_TIMEOUT_S = 5.0, 20.0
 IMPORTED = ["pytest", "tests.support.model.ranks", "tests.support.worker.rank_steps"]
-"""What most ranks need, once for all groups of a session: to import it takes as long as most of them compute."""
+"""Imports that most ranks need, made once for all groups of a session: they take as long as most ranks' work."""
 
-MET = None  # what each rank says first
+MET = None  # the first message of each rank
 
 
 class Place(Enum):
-    """Where the ranks of a group are."""
+    """Where the ranks of a group run."""
 
     CPU = "cpu"
     GPUS = "a GPU each"  # over NCCL
-    ONE_GPU = "one GPU"  # NCCL refuses that: sums go by way of the host
+    ONE_GPU = "one GPU"  # NCCL refuses that: sums go through the host
 
 
 class RankFailed(AssertionError):
-    """Which rank, with its traceback; or that they came to no end, with what each does on stderr."""
+    """Names the failed rank, with its traceback; or says that ranks did not end, with the stacks of each on stderr."""
 
 
 class StagedRanks(Ranks):
-    """Ranks whose sums of device's tensors go by way of the host."""
+    """Ranks whose sums of device tensors go through the host."""
 
     def sum(self, partial: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         summed = Ranks.sum(self, partial.cpu())
@@ -66,11 +66,15 @@ def on_ranks(
     timeout_s: float = TIMEOUT_S,
     meet_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """What work(ranks, *arguments) gives on each rank of a group, in their order. work: of a module, so that another
-    process finds it. folder: an empty one. Raises RankFailed at the first rank that fails, without waiting for the
-    others, who wait for it; where they have no end in time, each writes where it stands to stderr first. timeout_s: for
-    the work, from when all have met, for which they have meet_s: a busy machine may take long to import what they
-    need."""
+    """The results of work(ranks, *arguments) on the ranks of a group, in order of rank.
+
+    work: a function at the top level of a module, so that another process finds it. folder: an empty one. timeout_s:
+      bounds the work, counted from when all ranks have met. meet_s: bounds the time until then; a busy machine may take
+      long to import what they need.
+
+    Raises RankFailed at the first rank that fails, without waiting for the others, which wait for it. If ranks do not
+    end in time, each first writes its stacks to stderr.
+    """
     if place is Place.CPU:
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
@@ -92,7 +96,7 @@ def on_ranks(
 
 
 class Stderr:
-    """This process's, as it is when a process is started with it, becomes that one's."""
+    """Passed to a new process, makes the current stderr of this process that of the new one."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Any]]:
         return _take_stderr, (reduction.DupFd(2),)
@@ -132,20 +136,20 @@ def _results(processes: list[BaseProcess], ends: list[Connection], timeout_s: fl
 
 
 def _show(process: BaseProcess) -> None:
-    """It writes what its threads do to stderr, and ends."""
+    """Make the process write the stacks of its threads to stderr and end."""
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, signal.SIGABRT)
-        process.join(SHOW_TIMEOUT_S)  # one after the other: they write to one file
+        process.join(SHOW_TIMEOUT_S)  # one after the other, since they write to the same file
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """They have told what they had to: what is still there may wait for another one."""
+    """End the processes, whose results are in: those still alive may wait for another rank."""
     deadline_s = time.monotonic() + END_TIMEOUT_S
     for process in processes:
         if sys.exc_info()[0] is None:
             process.join(max(0.0, deadline_s - time.monotonic()))
         elif process.is_alive():
-            process.join(1.0)  # for what it writes
+            process.join(1.0)  # lets it finish writing
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -160,7 +164,7 @@ def _one(
     os.environ.update(environment)
     faulthandler.enable()
     torch.set_num_threads(1)
-    if "triton" in sys.modules and place is Place.CPU:  # what `work` computes with; this process has no fixtures
+    if "triton" in sys.modules and place is Place.CPU:  # `work` runs kernels, and this process has no fixtures
         prepare_interpreter()
     device = f"cuda:{rank}" if place is Place.GPUS else "cpu"
     try:
@@ -175,13 +179,13 @@ def _one(
                 answer: tuple[str | None, Any] = None, _plain(work(ranks, *arguments))
             except BaseException:
                 answer = traceback.format_exc(), None
-            end.send(answer)  # before the group is left, which a rank that failed may never come out of
+            end.send(answer)  # before leaving the group, where a failed rank may hang
     except BaseException:
         end.send((traceback.format_exc(), None))
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as arrays: shared memory would end with the process."""
+    """Tensors converted to float32 arrays, since shared memory would end with the process."""
     if isinstance(value, torch.Tensor):
         return value.float().cpu().numpy()
     if isinstance(value, dict):
@@ -192,7 +196,7 @@ def _plain(value: Any) -> Any:
 
 
 def cut(whole: CausalLM, ranks: Ranks) -> CausalLM:
-    """What a rank has of a model."""
+    """The part of a model that a rank has."""
     if ranks.size == 1:
         return whole
     model = CausalLM(whole.config, dtype=whole.dtype, device=whole.device, ranks=ranks)
@@ -203,36 +207,36 @@ def cut(whole: CausalLM, ranks: Ranks) -> CausalLM:
 
 
 def bytes_read() -> int:
-    """By this process from files, as the system counts them."""
+    """Bytes that this process has read, as the system counts them."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["rchar"])
 
 
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What work gives where there is one rank."""
+    """The result of work with a single rank."""
     with torch.inference_mode():
         return _plain(work(Ranks(), *arguments))
 
 
 class FileMemory:
-    """What model/gpu/peer_sums.py has on devices: memory of one shape on every rank, which all of them map. folder: an
-    empty one, the same for all."""
+    """Stands for the device memory of model/gpu/peer_sums.py: memory of one shape on every rank, which all ranks map.
+    folder: an empty one, the same for all."""
 
     def __init__(
         self, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, _device: torch.device, ranks: Ranks
     ) -> None:
         number, size = len(list(folder.glob(f"*-{ranks.rank}"))), math.prod(shape)
-        ranks.least(0)  # nobody makes files before all have counted them
+        ranks.least(0)  # no rank creates files before all have counted them
         names = [str(folder / f"{number}-{rank}") for rank in range(ranks.size)]
         self._all = [torch.from_file(name, shared=True, size=size, dtype=dtype).view(shape) for name in names]
-        ranks.least(0)  # nor counts before all have made theirs
+        ranks.least(0)  # and none counts again before all have created theirs
 
     def of_all(self) -> list[torch.Tensor]:
         return self._all
 
 
 def summing_shares(ranks: Ranks, shape: tuple[int, int], folder: Path, *, least_rows: int = 1) -> Ranks:
-    """The ranks, on CPUs, summing float32 streams of this shape by shares, through files in the folder."""
+    """These ranks, on CPUs, but summing float32 streams of this shape by shares, through files in the folder."""
     from octavo.model.gpu import divided_sums  # which needs triton
     from octavo.model.kernels.small_batch import divided_sum
 

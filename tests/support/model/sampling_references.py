@@ -1,4 +1,4 @@
-"""Rows in the whole sampler and on the device, token after token. Importable only where triton is."""
+"""The same rows in the CPU sampler and in the device's, token by token. Importable only if triton is installed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of every row: token, whether its logits were finite, whether masks left it nothing; log-probabilities by row:
-    chosen, ids, log-probabilities of those."""
+    """For every row: its token, whether its logits were finite, whether masks left no token. Log-probabilities by row:
+    of the chosen token, top ids, and the log-probabilities of those."""
 
     tokens: list[int]
     is_finite: list[bool]
@@ -31,7 +31,7 @@ class Outcome:
 
 
 class SamplingPair:
-    """num_ids: tokens of each row at the start, its prompt the first five of them; drawn where it is None."""
+    """num_ids: tokens of each row at the start, of which the first five are its prompt; None: drawn at random."""
 
     def __init__(self, sampling: list[dict[str, Any]], *, seed: int, vocab: int, num_ids: int | None = None) -> None:
         rng, R = np.random.default_rng(seed), len(sampling)
@@ -51,21 +51,22 @@ class SamplingPair:
             self.put(row, ids_T, int(self.num_prompt[row]))
 
     def put(self, row: int, ids_T: np.ndarray, num_prompt: int) -> None:
-        """The row holds these tokens."""
+        """Give the row these tokens."""
         self.lengths[row], self.num_prompt[row] = len(ids_T), num_prompt
         self.history.put(row, ids_T, num_prompt)
         self.slow.join(row, self.params[row], ids_T[num_prompt:])
         self.state.put(row, self.params[row], ids_T, num_prompt)
 
     def seen(self) -> torch.Tensor:
-        """bool [R, vocab]: tokens that a row has."""
+        """bool [R, vocab]: tokens that occur in each row."""
         seen = torch.zeros(self.num_rows, self.vocab, dtype=torch.bool)
         for row, length in enumerate(self.lengths):
             seen[row, torch.from_numpy(self.history.tokens_RT[row, :length].astype(np.int64))] = True
         return seen
 
     def choose(self, logits: torch.Tensor, masks: TokenMasks | None = None) -> tuple[Outcome, Outcome]:
-        """The whole sampler's outcome and the device's; both go on by the former's tokens. logits: [R, width]."""
+        """Outcomes of the CPU sampler and of the device's; both continue with the former's tokens. logits: [R,
+        width]."""
         rows = np.arange(self.num_rows)
         wanted = self._told(self.slow.sample(logits.float().clone(), rows, self.lengths, masks))
         got = self._on_device(logits, masks)
@@ -88,7 +89,7 @@ class SamplingPair:
         )
 
     def _on_device(self, logits: torch.Tensor, masks: TokenMasks | None) -> Outcome:
-        """In an order of their own, with two rows of padding whose logits are NaN."""
+        """The device's outcome, with rows in another order and two rows of padding whose logits are NaN."""
         R, state = self.num_rows, self.state.state
         order = torch.randperm(R, generator=torch.Generator().manual_seed(R))
         padded = torch.cat([logits[order], torch.full((2, logits.shape[1]), torch.nan, dtype=logits.dtype)])
@@ -116,7 +117,7 @@ class SamplingPair:
         )
 
     def _place(self) -> None:
-        """Each row stands before its newest token, as between two steps."""
+        """Place each row before its newest token, as between two steps."""
         state = self.state.state
         for column, values in (
             (state.temperature_R, [params.temperature for params in self.params] + [0.0]),

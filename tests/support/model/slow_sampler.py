@@ -20,7 +20,7 @@ def mix64(z: int) -> int:
 
 
 def hash_bits(seed: int, index: int, token_id: int) -> int:
-    """uint32 hash of one draw's candidate."""
+    """uint32 hash of one candidate token of a draw."""
     key = mix64((mix64((seed + _GOLDEN) & _LONG) + index * _GOLDEN) & _LONG)
     h = (token_id * 0x9E37_79B9 + (key & _WORD)) & _WORD
     h ^= h >> 16
@@ -32,13 +32,13 @@ def hash_bits(seed: int, index: int, token_id: int) -> int:
 
 
 def log_exponential(seed: int, index: int, token_id: int) -> float:
-    """Logarithm of an Exponential(1) variate."""
+    """Logarithm of an Exponential(1) random number."""
     u = min(((hash_bits(seed, index, token_id) & 0x7FFF_FFFF) + 0.5) * 2.0**-31, 1.0 - 2.0**-24)
     return math.log(-math.log1p(-u))
 
 
 def penalised(logits_V: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray:
-    """Bias, penalties and masks."""
+    """The logits after bias, penalties and masks."""
     out = logits_V.astype(np.float64).copy()
     for token, bias in params.logit_bias.items():
         out[token] += bias
@@ -59,7 +59,7 @@ def penalised(logits_V: np.ndarray, prompt: list[int], output: list[int], params
 
 
 def survivors(x_V: np.ndarray, params: SamplingParams) -> list[int]:
-    """Ids that top-n-sigma, min-p, top-k and top-p leave, most likely first."""
+    """The ids that top-n-sigma, min-p, top-k and top-p leave, most likely first."""
     if params.top_n_sigma > 0:
         left = [float(x) for x in x_V if x > -math.inf]
         mean = sum(left) / len(left)
@@ -83,7 +83,7 @@ def survivors(x_V: np.ndarray, params: SamplingParams) -> list[int]:
 
 
 def typical(x_V: np.ndarray, kept: list[int], typical_p: float) -> list[int]:
-    """Those of the ids whose information content is nearest to the expected one."""
+    """The kept ids whose information content is nearest to the expected one."""
     total = sum(math.exp(x_V[i] - x_V.max()) for i in kept)
     logprobs = {i: x_V[i] - x_V.max() - math.log(total) for i in kept if x_V[i] > -math.inf}
     entropy = -sum(math.exp(logprob) * logprob for logprob in logprobs.values())

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback: OTLP's TraceService, which keeps what it is sent."""
+"""A trace collector on loopback: OTLP's TraceService, which keeps the spans that it is sent."""
 
 import threading
 import time
@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-WAIT_S = 60.0  # a busy machine is no fault
+WAIT_S = 60.0  # generous: a busy machine is not an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """As it came; ids in hex, times in nanoseconds since 1970. resource: of the process that sent it."""
+    """A span as received; ids in hex, times in nanoseconds since 1970. resource: of the process that sent it."""
 
     name: str
     trace_id: str
@@ -32,14 +32,14 @@ class Span:
 
 @dataclass(eq=False)
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """endpoint: for OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """endpoint: value for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     endpoint: str = ""
     spans: list[Span] = field(default_factory=list)
     _news: threading.Condition = field(default_factory=threading.Condition)
 
     def Export(self, request: Any, context: Any) -> Any:
-        """One batch."""
+        """Receive one batch."""
         with self._news:
             for group in request.resource_spans:
                 resource = _attributes(group.resource.attributes)
@@ -49,7 +49,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str, *, num_calls: int = 1) -> list[Span]:
-        """All spans of a trace in order of time, once the spans of its calls are here, which end last."""
+        """All spans of a trace in order of time, once the spans of its calls have arrived, which end last."""
         deadline = time.monotonic() + WAIT_S
         with self._news:
             while sum(each.kind == 2 for each in self._of(trace_id)) < num_calls:
@@ -81,7 +81,7 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that runs."""
+    """A running collector."""
     server = grpc.server(ThreadPoolExecutor(2))
     collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

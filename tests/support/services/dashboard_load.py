@@ -1,4 +1,4 @@
-"""Load that moves every panel of the dashboard: chats with a prompt in common and more than the blocks have room for,
+"""Load that moves every panel of the dashboard: chats with a common prefix, more than the blocks have room for,
 schemas, readers that stop, mistakes, strangers, watchers, a worker that dies, another gateway that comes and goes."""
 
 import asyncio
@@ -42,9 +42,9 @@ SETTINGS = (
 )
 SYSTEM = "You are a printer of old books who answers in one or two sentences, and likes paper, ink and type. "
 QUESTIONS = ("What is a folio?", "Who made the first press?", "Tell me about paper.", "Name three colours of ink.")
-FEW_BYTES = 20_000  # that a reader takes before it stops
+FEW_BYTES = 20_000  # read before a reader stops
 READS_ON_AFTER_S = 2.0
-LONGEST_S = 240.0  # that a busy machine may take until all that must happen has happened
+LONGEST_S = 240.0  # until everything that must happen has happened, on a busy machine
 MUST_HAPPEN = (
     *(f"sum ({name}) > 0" for name in (
         "octavo_num_preemptions_total", "octavo_kv_copied_blocks_total", "octavo_request_pauses_total",
@@ -57,7 +57,7 @@ MUST_HAPPEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A service under load, and the Prometheus that scrapes it. start_s: of the load, in seconds since 1970."""
+    """A service under load, and the Prometheus that scrapes it. start_s: when the load began, in seconds since 1970."""
 
     prometheus: Prometheus
     start_s: float
@@ -66,8 +66,8 @@ class Watched:
 
 @contextmanager
 def watched(folder: Path, *, seconds: float) -> Iterator[Watched]:
-    """The load goes on for so long, or longer where not all that must happen has happened; what it left in Prometheus
-    can be asked for until the block ends."""
+    """Run the load for this long, or longer until everything that must happen has happened; Prometheus can be queried
+    until the block ends."""
     gateway_port, worker_port = free_port(), _free_ports(NUM_WORKERS)
     workers = list(range(worker_port, worker_port + NUM_WORKERS))
     pair, _ = save_keys(generate_keys(), folder, "gateway")
@@ -86,7 +86,7 @@ def watched(folder: Path, *, seconds: float) -> Iterator[Watched]:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many in a row."""
+    """The first of this many consecutive free ports."""
     while True:
         ports = [free_port() for _ in range(count)]
         if ports == list(range(ports[0], ports[0] + count)):
@@ -121,16 +121,16 @@ async def _load(service: Service, prometheus: Prometheus, beside: PeerConfig, se
         tasks.append(asyncio.create_task(_kill(service, after_s=0.6 * seconds)))
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
-            task.result()  # raises where the load itself has failed
+            task.result()  # raises if the load itself has failed
         await asyncio.to_thread(until, lambda: all(map(prometheus.now, MUST_HAPPEN)), LONGEST_S)
-        await asyncio.sleep(2 * SCRAPE_S)  # the lines go on behind what came last
+        await asyncio.sleep(2 * SCRAPE_S)  # so that lines continue beyond the last events
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _chat(client: AsyncClient, seed: int) -> None:
-    """One caller, whose prompts begin as everybody's do."""
+    """One caller, whose prompts begin with the common prefix."""
     generator = random.Random(seed)
     while True:
         question = generator.choice(QUESTIONS) + " " + " ".join(generator.choices(("paper", "ink", "type"), k=40))
@@ -144,7 +144,7 @@ async def _chat(client: AsyncClient, seed: int) -> None:
 
 
 async def _schemas(client: AsyncClient) -> None:
-    """Each schema is new twice in three times."""
+    """Two of three schemas are new."""
     for number in itertools.count():
         properties = {f"year_{number - number % 3 // 2}": {"type": "integer"}}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
@@ -154,7 +154,7 @@ async def _schemas(client: AsyncClient) -> None:
 
 
 async def _mistakes(client: AsyncClient) -> None:
-    """What callers get wrong, and what they give up."""
+    """Mistakes of callers, and calls that they give up."""
     for number in itertools.count():
         with contextlib.suppress(OctavoError):
             if number % 4 == 0:
@@ -171,7 +171,7 @@ async def _mistakes(client: AsyncClient) -> None:
 
 
 async def _unread(port: int) -> None:
-    """Readers that stop for a while, and read on."""
+    """Readers that pause for a while."""
     while True:
         caller = await UnreadingCaller.connect(port)
         try:
@@ -193,7 +193,7 @@ async def _receive(caller: UnreadingCaller, seconds: float) -> None:
 
 
 def _wide(number: int) -> bytes:
-    """An output that does not fit into the transport's buffers."""
+    """A request whose output does not fit into the transport's buffers."""
     request = pb.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=[9, 10 + number]),
         stop=pb.StopConditions(max_tokens=400, ignore_eos=True),
@@ -218,7 +218,7 @@ async def _stranger(run_dir: Path) -> None:
 
 
 async def _beside(config: PeerConfig) -> None:
-    """Another gateway of the service, which dies again and again."""
+    """Another gateway of the service, which dies over and over."""
     while True:
         each = Peers(config, lambda question: PeerReply(call_id=0, gateway_id=""))
         await each.start()
@@ -230,11 +230,11 @@ async def _beside(config: PeerConfig) -> None:
                 await asyncio.sleep(0.5)
         finally:
             await each.close()
-        await asyncio.sleep(4.0)  # it is missed after two
+        await asyncio.sleep(4.0)  # it counts as missing after two
 
 
 async def _watch(client: AsyncClient) -> None:
-    """Two, the second for a while at a time."""
+    """Two watchers, the second for a while at a time."""
     async with contextlib.aclosing(client.watch_load(interval_s=1.0)) as first:
         await anext(first)
         while True:

@@ -1,7 +1,7 @@
 """Draws the dashboard: `python -m tests.support.services.dashboard_picture docs/pictures/dashboard.png`.
 
-Not by Grafana: by its JSON, with the answers of a real Prometheus that scrapes a service with the embedded model under
-load. Places, titles, units, legends and expressions are the dashboard's own.
+The picture is not made by Grafana but from the dashboard's JSON, with the answers of a real Prometheus that scrapes a
+service with the embedded model under load. Positions, titles, units, legends and expressions are the dashboard's own.
 """
 
 import json
@@ -38,32 +38,32 @@ DPI = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A panel of the dashboard and its lines, with their legends."""
+    """A panel of the dashboard, with its lines and their legends."""
 
     panel: Mapping[str, Any]
     lines: Sequence[tuple[str, Line]]
     empty: Sequence[str]
-    """Expressions without a series."""
+    """Expressions that gave no series."""
 
     @property
     def title(self) -> str:
-        """As the dashboard has it."""
+        """The title in the dashboard."""
         return str(self.panel["title"])
 
     @property
     def moves(self) -> bool:
-        """Whether it shows anything but 0."""
+        """Whether the panel shows anything but 0."""
         return any(value and math.isfinite(value) for _, line in self.lines for _, value in line.points)
 
 
 def dashboard() -> Mapping[str, Any]:
-    """The file that Grafana reads."""
+    """The content of the file that Grafana reads."""
     found: Mapping[str, Any] = json.loads((REPOSITORY / "deploy/grafana/dashboards/octavo.json").read_text())
     return found
 
 
 def evaluated(service: Watched) -> list[Drawn]:
-    """Every panel of the dashboard over the time of the load; rows have no lines."""
+    """Every panel of the dashboard during the load; rows have no lines."""
     return [_evaluated(panel, service) for panel in dashboard()["panels"]]
 
 
@@ -80,12 +80,12 @@ def _evaluated(panel: Mapping[str, Any], service: Watched) -> Drawn:
 
 
 def legend(template: str, labels: Mapping[str, str]) -> str:
-    """`{{name}}` is the label's value, as in Grafana."""
+    """A legend as Grafana writes it: `{{name}}` becomes the label's value."""
     return re.sub(r"{{\s*(\w+)\s*}}", lambda match: labels.get(match[1], ""), template).strip()
 
 
 def tick(unit: str) -> Callable[[float, object], str]:
-    """How Grafana writes a value of that unit."""
+    """A function that formats a value of that unit as Grafana does."""
 
     def text(value: float, _: object = None) -> str:
         if unit == "s":
@@ -112,7 +112,7 @@ def _scaled(value: float, base: int, names: Sequence[str]) -> str:
 
 
 def picture(drawn: Sequence[Drawn], start_s: float, end_s: float) -> Figure:
-    """One page."""
+    """The dashboard as one figure."""
     places = [each.panel["gridPos"] for each in drawn]
     width = COLUMNS * COLUMN_IN + GAP_IN
     height = max(place["y"] + place["h"] for place in places) * LINE_IN + GAP_IN
@@ -149,7 +149,7 @@ def _legend_width(name: str) -> float:
 
 
 def _legend_rows(names: Sequence[str], width: float) -> list[list[tuple[int, str]]]:
-    """What fits side by side; Grafana scrolls what is too much, a picture ends."""
+    """Legend entries that fit side by side, in rows. Grafana scrolls the rest, a picture leaves it out."""
     rows: list[list[tuple[int, str]]] = [[]]
     used = 0.0
     for index, name in enumerate(names):
@@ -190,7 +190,7 @@ def _plot(axes: Any, drawn: Drawn, start_s: float, end_s: float) -> None:
 
 
 def _with_gaps(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """A line ends where there are no values, as in Grafana."""
+    """The points with gaps where there are no values, as in Grafana."""
     at: list[float] = []
     values: list[float] = []
     for time_s, value in points:
@@ -203,12 +203,12 @@ def _with_gaps(points: Sequence[tuple[float, float]]) -> tuple[list[float], list
 
 
 def titles(drawn: Sequence[Mapping[str, Any]]) -> str:
-    """What a picture says of itself: the panels that are in it."""
+    """The picture's description of itself: the titles of its panels."""
     return "; ".join(panel["title"] for panel in drawn)
 
 
 def main(path: Path) -> None:
-    """Load, look, draw."""
+    """Run the load, query Prometheus, draw the picture."""
     if not is_installed():
         sys.exit(HOW_TO_GET)
     with tempfile.TemporaryDirectory() as folder, watched(Path(folder), seconds=SECONDS) as service:

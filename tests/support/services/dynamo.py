@@ -1,4 +1,5 @@
-"""NVIDIA Dynamo in front of services: its frontend with the KV router, and our backend for each; no etcd, no NATS."""
+"""NVIDIA Dynamo in front of services: its frontend with the KV router, and our backend for each service; without etcd
+or NATS."""
 
 import contextlib
 import json
@@ -23,7 +24,7 @@ HOSTS = ("DYN_EVENT_PLANE_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HO
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of Dynamo's processes; they find each other by files in a folder."""
+    """Environment of Dynamo's processes, which find each other through files in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "OCTAVO_", "PYTHON"))}
     ours = f"{REPOSITORY / 'proto'}{os.pathsep}{REPOSITORY / 'integrations' / 'dynamo'}"
     return kept | dict.fromkeys(HOSTS, "127.0.0.1") | {
@@ -48,7 +49,7 @@ class Backend:
     system_port: int
 
     def metrics(self) -> Page:
-        """What Dynamo's runtime tells of it."""
+        """The backend's metrics from Dynamo's runtime."""
         return scrape(self.system_port)
 
 
@@ -62,7 +63,7 @@ class Dynamo:
     folder: Path
 
     def post(self, path: str, **body: object) -> dict[str, object]:
-        """The answer, or what was wrong."""
+        """The answer, or the error."""
         body = {"model": "folio-chat", **body}
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{self.url}/v1/{path}", data=json.dumps(body).encode(), headers=headers)
@@ -73,19 +74,19 @@ class Dynamo:
             return {"status": error.code, **json.load(error)}
 
     def is_listed(self, num_backends: int) -> bool:
-        """Whether the router knows so many backends: each has a file of its own while it is listed."""
+        """Whether the router knows this many backends: each has a file of its own while it is listed."""
         instances = self.folder / "discovery" / "v1" / "instances"
         return len(list(instances.glob("*%2Fgenerate%2F*"))) == num_backends
 
     def wait_until_listed(self, num_backends: int) -> None:
-        """Exactly so many."""
+        """Wait until exactly this many are listed."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self.is_listed(num_backends):
             assert time.monotonic() < deadline_s, self.logs()
             time.sleep(0.1)
 
     def logs(self) -> str:
-        """The end of what every process wrote."""
+        """The end of each process's log."""
         return "\n".join(f"== {each.name}\n{each.read_text()[-3000:]}" for each in sorted(self.folder.glob("*.log")))
 
 
@@ -98,11 +99,11 @@ def dynamo(
     of_backends: Sequence[str] = (),
     api_key: str = "",
 ) -> Iterator[Dynamo]:
-    """Ready for every target; stopped at the end. arguments: of the frontend. api_key: of the services."""
+    """Dynamo, ready for every target; stopped at the end. arguments: for the frontend. api_key: of the services."""
     variables, backends = environment(folder) | {"OCTAVO_API_KEY": api_key}, []
     with ExitStack() as stack:
         for index, target in enumerate(targets):
-            log, system_port = folder / f"backend-{index}.log", free_port()  # below 32768, as Dynamo has it
+            log, system_port = folder / f"backend-{index}.log", free_port()  # below 32768, as Dynamo demands
             command = [str(python), "-m", "octavo_dynamo", f"--target={target}", f"--model-path={MODEL}", *of_backends]
             own = variables | {"DYN_SYSTEM_PORT": str(system_port)}
             process = stack.enter_context(_process(command, folder, own, log))

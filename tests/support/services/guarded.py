@@ -1,4 +1,4 @@
-"""`octavo serve` with a guarded door, as an operator starts it."""
+"""`octavo serve` with access control, as an operator starts it."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.support.services.service import START_TIMEOUT_S, STOP_TIMEOUT_S, envi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedService:
-    """A running service and how its command line is called."""
+    """A running service, and how to call it from the command line."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -24,17 +24,17 @@ class GuardedService:
 
     @property
     def target(self) -> str:
-        """Where the gRPC service is."""
+        """The address of the gRPC service."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
-        """Everything that its processes wrote."""
+        """The log of all its processes."""
         return (self.folder / "service.log").read_text()
 
 
 def octavo(*arguments: object, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command of the command line; variables are OCTAVO_… without the prefix."""
+    """Run an `octavo` command; variables: OCTAVO_… variables without that prefix."""
     extra = {f"OCTAVO_{name}": value for name, value in variables.items()}
     return subprocess.run(
         [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)],
@@ -49,7 +49,8 @@ def octavo(*arguments: object, folder: Path, **variables: str) -> "subprocess.Co
 
 @contextmanager
 def guarded_service(folder: Path, *arguments: object) -> Iterator[GuardedService]:
-    """Ready when its supervisor says so, which asks past the door; stopped by SIGTERM, which has to exit with 0."""
+    """A service, ready when its supervisor says so, which bypasses access control; stopped by SIGTERM, and must exit
+    with 0."""
     port, admin_port, log = free_port(), free_port(), folder / "service.log"
     command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
     command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *map(str, arguments)]

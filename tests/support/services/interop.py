@@ -1,4 +1,4 @@
-"""Clients and gateways of others, each in a virtual environment of its own, made on demand and kept between runs.
+"""Other projects' clients and gateways, each in a virtual environment of its own, made on demand and kept between runs.
 
 python -m tests.support.services.interop makes them all.
 """
@@ -18,22 +18,22 @@ from tests.support.services.service import Service
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PINS = REPOSITORY / "tests" / "interop"
-INSTALL_TIMEOUT_S = 600.0  # beside what computes, too
+INSTALL_TIMEOUT_S = 600.0  # even beside processes that compute
 
 
 class NoEnvironment(Exception):
-    """It could not be made: most often there is no network."""
+    """The environment could not be made, mostly for lack of a network."""
 
 
 def environments_folder() -> Path:
-    """Where they are kept: OCTAVO_INTEROP_DIR, else an ignored folder of the checkout."""
+    """Where the environments are kept: OCTAVO_INTEROP_DIR, else a folder of the checkout that git ignores."""
     return Path(os.environ.get("OCTAVO_INTEROP_DIR", REPOSITORY / ".interop"))
 
 
 @cache
 def interop_python(name: str) -> Path:
-    """The interpreter of the environment of `tests/interop/NAME.txt`, and of `NAME-alone.txt` where there is one: that
-    is installed without its requirements. Raises NoEnvironment."""
+    """The interpreter of an environment with the packages of `tests/interop/NAME.txt` and, without their requirements,
+    those of `NAME-alone.txt` if it exists. Raises NoEnvironment."""
     files = [file for file in (PINS / f"{name}.txt", PINS / f"{name}-alone.txt") if file.exists()]
     pins = b"".join(file.read_bytes() for file in files)
     digest = hashlib.sha256(pins + sys.version.encode()).hexdigest()[:12]
@@ -41,7 +41,7 @@ def interop_python(name: str) -> Path:
     python = folder / "bin" / "python"
     with _one_at_a_time(folder):
         if not (folder / ".complete").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
             _make(folder, python, files)
             (folder / ".complete").touch()
     return python
@@ -49,7 +49,7 @@ def interop_python(name: str) -> Path:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Several processes share the files of tests, and each may want it first."""
+    """A lock: several test processes share these folders, and any of them may need one first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -89,7 +89,7 @@ def interop_node() -> Path:
 
 
 def run_node(modules: Path, script: str, *arguments: str, timeout_s: float = 120.0) -> str:
-    """What a script of the checkout writes, with these modules."""
+    """The output of a script of the checkout, run with these modules."""
     done = subprocess.run(
         ["node", script, *arguments],
         cwd=REPOSITORY,
@@ -111,8 +111,8 @@ def _run(command: list[str]) -> None:
 
 
 def run_inside(python: Path, driver: str, *, timeout_s: float, **settings: str) -> None:
-    """Run a file of tests (`tests/interop/DRIVER.py`) by the pytest of an environment, the settings as variables; what
-    it says is shown where a test fails or is skipped there."""
+    """Run a test file (`tests/interop/DRIVER.py`) with an environment's pytest, passing the settings as variables. Its
+    output is shown if a test fails or is skipped there."""
     command = [str(python), "-m", "pytest", "-q", "-ra", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull]
     command += ["--rootdir", str(PINS), "--confcutdir", str(PINS / "drivers"), str(PINS / "drivers" / f"{driver}.py")]
     done = subprocess.run(
@@ -129,7 +129,7 @@ def run_inside(python: Path, driver: str, *, timeout_s: float, **settings: str) 
 
 
 def leave_a_stream(python: Path, service: Service, **settings: str) -> None:
-    """Let `drivers/leaving.py` read a stream and go away in the midst of it: the service must free its blocks."""
+    """Let `drivers/leaving.py` read a stream and leave in the middle of it: the service must free its blocks."""
     service.wait_until_idle()
     with subprocess.Popen(
         [str(python), str(PINS / "drivers" / "leaving.py")],
@@ -156,7 +156,7 @@ def leave_a_stream(python: Path, service: Service, **settings: str) -> None:
 
 
 def make_all() -> None:
-    """Says which cannot be made."""
+    """Make all environments; says which cannot be made."""
     names = sorted({each.stem.removesuffix("-alone") for each in PINS.glob("*.txt")})
     makers: list[Callable[[], object]] = [*(partial(interop_python, name) for name in names), interop_node]
     for make in makers:

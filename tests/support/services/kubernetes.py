@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes, as they stand in the files."""
+"""The manifests of deploy/kubernetes, as they are in the files."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ FOLDER = REPOSITORY / "deploy/kubernetes"
 
 
 def manifests(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Every resource as it stands in the files."""
+    """Every resource, as it is in the files."""
     found = []
     for file in sorted(folder.rglob("*.yaml")):
         if file.name not in ("kustomization.yaml", "adapter-values.yaml", "references.yaml"):
@@ -35,6 +35,6 @@ def pod_of(resources: list[dict[str, Any]], role: str) -> dict[str, Any]:
 
 
 def shared_values() -> dict[str, str]:
-    """What the generated ConfigMap holds."""
+    """The values in the generated ConfigMap."""
     (generator,) = yaml.safe_load((FOLDER / "base/kustomization.yaml").read_text())["configMapGenerator"]
     return dict(literal.split("=", 1) for literal in generator["literals"])

@@ -1,7 +1,7 @@
 """A real worker process without torch: `python -m tests.support.services.oracle_worker '{"gateway_endpoints": […],
 …}'`.
 
-The fields are those of WorkerConfig; the runner is the oracle.
+The argument has fields of WorkerConfig; the runner is the oracle.
 """
 
 import json
@@ -14,7 +14,7 @@ from octavo.worker.main import main
 
 
 def config_of(fields: dict[str, Any]) -> WorkerConfig:
-    """WorkerConfig from JSON values."""
+    """A WorkerConfig from JSON values."""
     curve = fields.pop("curve", None)
     return WorkerConfig(
         model=fields.pop("model", "oracle"),

@@ -1,4 +1,4 @@
-"""A real Prometheus, which scrapes a service on loopback with the rules of this repository."""
+"""A real Prometheus that scrapes a service on loopback, with the rules of this repository."""
 
 import json
 import shutil
@@ -32,12 +32,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prometheus:
-    """One that runs."""
+    """A running Prometheus."""
 
     port: int
 
     def ask(self, path: str, **query: str) -> Any:
-        """GET /api/v1/PATH: its data. Raises OSError where it does not listen yet."""
+        """The data that GET /api/v1/PATH returns. Raises OSError if it does not listen yet."""
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             answer = json.load(response)
@@ -45,12 +45,12 @@ class Prometheus:
         return answer["data"]
 
     def now(self, expression: str) -> list[Any]:
-        """What an expression gives now."""
+        """The result of an expression now."""
         found: list[Any] = self.ask("query", query=expression)["result"]
         return found
 
     def over(self, expression: str, start_s: float, end_s: float) -> list[Line]:
-        """What an expression gave at each scrape of that time."""
+        """The results of an expression at each scrape in that time."""
         answer = self.ask("query_range", query=expression, start=f"{start_s}", end=f"{end_s}", step=f"{SCRAPE_S}")
         return [
             Line(labels=each["metric"], points=[(at, float(value)) for at, value in each["values"]])
@@ -59,13 +59,14 @@ class Prometheus:
 
 
 def is_installed() -> bool:
-    """Whether there is one on this machine."""
+    """Whether Prometheus is installed on this machine."""
     return shutil.which("prometheus") is not None
 
 
 @contextmanager
 def scraping(folder: Path, targets: Mapping[str, Sequence[int]]) -> Iterator[Prometheus]:
-    """Our own configuration and rules, with the ports of these jobs, every half second. folder: for its files."""
+    """A Prometheus with our own configuration and rules that scrapes these jobs' ports every half second. folder: for
+    its files."""
     config = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())
     config["global"] = dict.fromkeys(("scrape_interval", "evaluation_interval"), f"{round(SCRAPE_S * 1000)}ms")
     config["rule_files"] = [str(REPOSITORY / "deploy/prometheus/rules/*.yml")]
@@ -88,7 +89,7 @@ def scraping(folder: Path, targets: Mapping[str, Sequence[int]]) -> Iterator[Pro
 
 
 def concrete(expression: str, *, rate_interval: str = "10s", **variables: str) -> str:
-    """As Grafana would send it. variables: of the dashboard; gateway and worker are all of them."""
+    """The expression as Grafana would send it. variables: of the dashboard; gateway and worker match all."""
     known = {"__rate_interval": rate_interval, "gateway": ".*", "worker": ".*", **variables}
     for variable, value in known.items():
         expression = expression.replace(f"${variable}", value)
@@ -96,7 +97,7 @@ def concrete(expression: str, *, rate_interval: str = "10s", **variables: str) -
 
 
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Until it holds; OSError is no. Raises AssertionError."""
+    """Wait until the condition holds; an OSError counts as no. Raises AssertionError."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:

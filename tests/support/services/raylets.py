@@ -1,5 +1,5 @@
-"""A Ray cluster of several raylets on this machine, on loopback alone, in a process of its own that takes its orders as
-lines: `python -m tests.support.services.raylets`. Ray's own library has it for tests.
+"""A Ray cluster of several raylets on this machine, only on loopback, in a process of its own that reads commands line
+by line: `python -m tests.support.services.raylets`. Uses Ray's own test cluster.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "h
 
 
 class Raylets:
-    """A cluster that runs; its head has no CPUs to give."""
+    """A running cluster, whose head offers no CPUs."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -33,13 +33,13 @@ class Raylets:
         self.raylets: dict[int, int] = {}
 
     def add(self, *, cpus: int, gpus: int = 0) -> int:
-        """A host more; its number."""
+        """Add a host; returns its number."""
         answer = self._ask({"add": {"num_cpus": cpus, "num_gpus": gpus}})
         self.raylets[answer["node"]] = answer["pid"]
         return int(answer["node"])
 
     def kill(self, node: int) -> None:
-        """As if its host lost power; Ray has to find out."""
+        """Kill a host as if it lost power; Ray has to find out by itself."""
         self._ask({"kill": node})
         del self.raylets[node]
 
@@ -70,7 +70,7 @@ class Raylets:
 
 @contextmanager
 def raylets(*, client_port: int = 0) -> Iterator[Raylets]:
-    """A head; `add` makes hosts."""
+    """A cluster that has only a head; `add` adds hosts."""
     command = [sys.executable, "-m", "tests.support.services.raylets", str(client_port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | QUIET
     with subprocess.Popen(

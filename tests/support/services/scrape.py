@@ -1,4 +1,4 @@
-"""A page of metrics, read as a scraper reads it."""
+"""Reads a page of metrics as a scraper does."""
 
 import urllib.request
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one scrape gave."""
+    """The result of one scrape."""
 
     samples: tuple[Sample, ...]
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over the series of this name that have these labels; 0 where there is none."""
+        """The sum of the series with this name and these labels; 0 if there are none."""
         return sum(
             (
                 sample.value
@@ -34,6 +34,6 @@ def _read(text: str) -> Iterable[Sample]:
 
 
 def scrape(port: int) -> Page:
-    """Raises OSError where nobody answers on that port of the loopback interface."""
+    """Scrape this port on loopback. Raises OSError if nothing answers."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as answer:
         return Page(tuple(_read(answer.read().decode())))

@@ -24,7 +24,7 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc
 REPOSITORY = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-ANSWER_TIMEOUT_S = 60.0  # a busy machine is no fault
+ANSWER_TIMEOUT_S = 60.0  # generous: a busy machine is not an error
 IDLE_TIMEOUT_S = 60.0
 PATIENCE_S = 180.0
 
@@ -33,8 +33,8 @@ _BLOCK = 50
 
 
 def _own_ports() -> Iterator[int]:
-    """In blocks that this process alone has until it ends: test processes run side by side, and what one was given
-    and has not bound yet is as free to another."""
+    """Ports from blocks that this process reserves until it ends. Test processes run side by side, and a port that one
+    of them has chosen but not bound yet would look free to another."""
     folder = Path(tempfile.gettempdir()) / f"octavo-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     for first in _PORTS[::_BLOCK]:
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 
 def wait_for(what: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Until that is true; raises AssertionError where it never is."""
+    """Wait until this is true. Raises AssertionError at the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
@@ -83,7 +83,7 @@ class Service:
 
     @property
     def target(self) -> str:
-        """Where the gRPC service is."""
+        """The address of the gRPC service."""
         return f"127.0.0.1:{self.port}"
 
     def children(self, command: str) -> list[psutil.Process]:
@@ -104,13 +104,13 @@ class Service:
             return list(stub.AuditBlocks(admin_pb2.AuditBlocksRequest(), timeout=ANSWER_TIMEOUT_S).audits)
 
     def load(self) -> list[admin_pb2.WorkerLoad]:
-        """What every worker is doing."""
+        """The load of every worker."""
         with grpc.insecure_channel(f"127.0.0.1:{self.admin_port}") as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             return list(stub.GetLoad(admin_pb2.GetLoadRequest(), timeout=ANSWER_TIMEOUT_S).workers)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until InferenceService is SERVING; raises AssertionError with the end of the log where it never is."""
+        """Wait until InferenceService is SERVING. Raises AssertionError with the end of the log at the timeout."""
         deadline = time.monotonic() + timeout_s
         with grpc.insecure_channel(self.target) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -125,14 +125,14 @@ class Service:
         raise AssertionError(f"the service is not ready:\n{self.log.read_text()[-4000:]}")
 
     def wait_until_supervised(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the supervisor says that all is ready: who dies from then on is started again."""
+        """Wait until the supervisor says that all is ready: it restarts processes that die from then on."""
         deadline = time.monotonic() + timeout_s
         while not (self.log.parent / "run" / "ready").exists():
             assert time.monotonic() < deadline, f"never ready:\n{self.log.read_text()[-4000:]}"
             time.sleep(0.02)
 
     def wait_until_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> None:
-        """Until every block is free or cached and nothing runs or waits; raises AssertionError else."""
+        """Wait until every block is free or cached and nothing runs or waits. Raises AssertionError at the timeout."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             audits, loads = self.audit(), self.load()
@@ -158,8 +158,9 @@ def launch(
     injected: Mapping[str, object] | None = None,
     descriptors: int | None = None,
 ) -> Iterator[Service]:
-    """`octavo serve ARGUMENTS`, just started; killed at the end where it is still there. injector: a folder with a
-    sitecustomize, which reads the faults that are to be injected. descriptors: `ulimit -n` of its processes."""
+    """`octavo serve ARGUMENTS`, just started; killed at the end if it still runs. injector: a folder with a
+    sitecustomize that injects faults. injected: the faults, for it to read. descriptors: `ulimit -n` of its
+    processes."""
     variables = environment()
     if injector is not None:
         variables["PYTHONPATH"] = str(injector)
@@ -191,7 +192,7 @@ def serve(
     injected: Mapping[str, object] | None = None,
     descriptors: int | None = None,
 ) -> Iterator[Service]:
-    """The same, ready; stopped by SIGTERM at the end, which must leave no process behind."""
+    """The same, but ready; stopped by SIGTERM at the end, and must leave no process behind."""
     with launch(folder, *arguments, injector=injector, injected=injected, descriptors=descriptors) as service:
         service.wait_until_ready()
         process = service.process
@@ -205,7 +206,7 @@ def serve(
 
 
 def stop_by_force(process: subprocess.Popen[bytes]) -> None:
-    """Kill a supervisor that is still there, and its children."""
+    """Kill a supervisor that still runs, and its children."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)

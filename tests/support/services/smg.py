@@ -1,4 +1,4 @@
-"""The `smg` gateway in front of services, as its own manual starts it; on the loopback interface only."""
+"""The `smg` gateway in front of services, started as its manual says, but only on loopback."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ START_TIMEOUT_S = 60.0
 
 @contextmanager
 def smg(python: Path, folder: Path, targets: list[str], *arguments: str) -> Iterator[str]:
-    """Its base URL (http://127.0.0.1:PORT), ready for every target; stopped at the end."""
+    """The base URL (http://127.0.0.1:PORT) of a gateway that is ready for every target; stopped at the end."""
     port, metrics_port, log = free_port(), free_port(), folder / f"smg-{time.monotonic_ns()}.log"
     command = [str(python), "-m", "smg", "launch", "--host=127.0.0.1", f"--port={port}"]
     command += ["--prometheus-host=127.0.0.1", f"--prometheus-port={metrics_port}"]

@@ -47,7 +47,7 @@ async def ask(stub: inference_pb2_grpc.InferenceServiceStub, trace_id: str, inde
 
 
 async def disturb(service: Service, traces: list[str]) -> None:
-    """All requests at once; a worker dies when each has got some tokens."""
+    """Send all requests at once; a worker is killed once each has got some tokens."""
     given = [0] * len(traces)
     async with AsyncExitStack() as stack, asyncio.timeout(120):
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(service.target))
@@ -73,7 +73,7 @@ def real_trace() -> list[Span]:
 
 
 def rows(spans: list[Span]) -> list[tuple[int, Span]]:
-    """Each span with its depth, children below their parent."""
+    """Each span with its depth; children come after their parent."""
     ids = {span.span_id for span in spans}
 
     def below(parent: str, depth: int) -> list[tuple[int, Span]]:
@@ -84,7 +84,7 @@ def rows(spans: list[Span]) -> list[tuple[int, Span]]:
 
 
 def svg(spans: list[Span]) -> str:
-    """The picture."""
+    """The picture of these spans."""
     start_ns, end_ns = min(each.start_ns for each in spans), max(each.end_ns for each in spans)
     per_ns = (WIDTH - LEFT - 20) / (end_ns - start_ns)
     lines = rows(spans)

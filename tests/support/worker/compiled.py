@@ -1,9 +1,9 @@
-"""Which kernels a start on a Hopper GPU launches that it has not compiled beside each other before, told without a GPU.
+"""Finds, without a GPU, kernels that a start on a Hopper GPU launches without having compiled them in parallel before.
 
-Tensors lie in memory and say that they are a device's; a launch is noted by what Triton would compile for it, one in
-CUDA C++ by its source, and does nothing; products of libraries are left out. What a case launches changes the process
-that tells it, which is a fork of kernels_known.py's. Prints one line for each kernel that comes too late, and for each
-that a process which helps would leave at another place on disk, then how many there were in time.
+Tensors are in host memory and claim to be on a device. A launch does nothing but record what Triton would compile for
+it, or the source of a CUDA C++ kernel; library products are left out. Each case runs in a fork of kernels_known.py's
+process, since it changes the process. Prints a line for each kernel that comes too late, and for each that a helper
+process would store elsewhere on disk, then the number of kernels that came in time.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ NUM_HELPERS = 2
 
 
 class Recorder:
-    """Runs what would be recorded."""
+    """Runs the work that would be recorded as a graph."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -74,7 +74,7 @@ class Recorder:
 
 
 class Listener(Protocol):
-    """Hears of each kernel that is launched, once."""
+    """Is told of each launched kernel once."""
 
     def note(
         self, kernel: Any, signature: Any, constexprs: Any, options: Any, attrs: Any, target: GPUTarget
@@ -84,8 +84,8 @@ class Listener(Protocol):
 def pretend(
     listener: Listener, *, capability: tuple[int, int] = (9, 0), shared_bytes: int = 227 << 10
 ) -> set[tuple[str, str]]:
-    """Let this process have such a device; returns the kernels that are launched from now on: name, and its key.
-    shared_bytes: that a program may have."""
+    """Pretend that this process has such a device. Returns a set to which every kernel launched from now on is added,
+    by name and key. shared_bytes: shared memory that a thread block may have."""
     launched: set[tuple[str, str]] = set()
 
     def note(
@@ -158,8 +158,8 @@ def pretend(
 
 
 class Places:
-    """Where triton would keep each kernel, by this process, which hashes them as they come, and by processes that get
-    them in whatever order."""
+    """Where Triton would store each kernel: according to this process, which hashes kernels as they are launched, and
+    to helper processes, which get them in any order."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -171,7 +171,7 @@ class Places:
         self._others = ThreadPoolExecutor(NUM_HELPERS)
 
     def note(self, kernel: Any, signature: Any, constexprs: Any, options: Any, attrs: Any, target: Any) -> None:
-        """A kernel is launched."""
+        """Record a kernel that is launched."""
         self._own.add(place(kernel.ASTSource(kernel, signature, constexprs, attrs), target, options.__dict__))
         request = precompile.Request(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
         packed = request.packed()
@@ -181,7 +181,7 @@ class Places:
             self._others.submit(self._helpers.ask, packed)
 
     def differences(self) -> list[str]:
-        """In words, once all has been launched."""
+        """The differences in words, once all kernels have been launched."""
         self._others.shutdown()
         self._helpers.close()
         theirs = {line for file in self._folder.iterdir() for line in file.read_text().splitlines()}
@@ -198,7 +198,7 @@ class Places:
 
 
 def place(source: Any, target: GPUTarget, options: dict[str, Any]) -> str:
-    """As triton names it."""
+    """The kernel's name, and its key in Triton's cache."""
     backend = make_backend(target)
     key = get_cache_key(source, backend, backend.parse_options(dict(options)), {})
     return f"{source.name} {hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -213,7 +213,7 @@ def start(
     deterministic: Deterministic = Deterministic.OFF,
     dtype: torch.dtype = torch.bfloat16,
 ) -> set[tuple[str, str]]:
-    """A start, as worker/runners/cuda/loading.py makes one; returns the kernels of its first part."""
+    """Start as worker/runners/cuda/loading.py does. Returns the kernels that the first part of the start compiles."""
     model = CausalLM(ModelConfig.from_dict(shape), dtype=dtype, device="cpu")
     config = CudaRunnerConfig(
         num_blocks=1, block_size=BLOCK_SIZE, max_slots=256, max_model_len=4000, vocab_size=2000, max_batch_tokens=4096,

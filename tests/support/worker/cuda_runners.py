@@ -1,6 +1,6 @@
-"""A CUDA runner beside a torch runner of the same weights, driven by a scheduler or by plans written by hand.
+"""A CUDA runner beside a torch runner with the same weights, driven by a scheduler or by plans written by hand.
 
-Importable only where triton is.
+Importable only if triton is installed.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from tests.support.worker.scheduling import World, WorldConfig
 
 
 class RunnerPair:
-    """Launches both, compares what they give, and hands the second one's result on."""
+    """Launches both runners, compares their results, and returns the second one's."""
 
     def __init__(self, slow: Runner, fast: Runner) -> None:
         self.slow, self.fast = slow, fast
@@ -37,18 +37,18 @@ class RunnerPair:
         self._plans: deque[StepPlan] = deque()
 
     def launch(self, plan: StepPlan) -> None:
-        """Both."""
+        """Launch the plan on both."""
         self.slow.launch(plan)
         self.fast.launch(plan)
         self._plans.append(plan)
 
     def constrain(self, masks: StepMasks) -> None:
-        """Both."""
+        """Give both the masks."""
         self.slow.constrain(masks)
         self.fast.constrain(masks)
 
     def collect(self) -> StepResult:
-        """Both. AssertionError where they differ in more than rounding."""
+        """Collect both. Raises AssertionError if they differ by more than rounding."""
         plan = self._plans.popleft()
         slow, fast = self.slow.collect(), self.fast.collect()
         self.num_steps += 1
@@ -83,7 +83,7 @@ class RunnerPair:
         return fast
 
     def close(self) -> None:
-        """Both."""
+        """Close both."""
         self.slow.close()
         self.fast.close()
 
@@ -102,7 +102,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=128,
     tie_word_embeddings=True,
 )
-# Of the width of a real one, for a real device.
+# As wide as a real model, for a real device.
 WIDE = ModelConfig(
     vocab_size=128,
     hidden_size=896,
@@ -114,7 +114,7 @@ WIDE = ModelConfig(
     max_position_embeddings=1024,
     tie_word_embeddings=True,
 )
-# So strong that every parameter changes tokens.
+# Strong enough that every parameter changes tokens.
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 60.0},
@@ -129,7 +129,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """Logits that differ clearly, outputs that vary."""
+    """A random model with clearly different logits and varied outputs."""
     model = CausalLM.random(config, seed=4, dtype=dtype, device=DEVICE)
     for parameter in model.parameters():
         parameter.data *= 8 if config.hidden_size < 100 else 3
@@ -147,7 +147,7 @@ def runner_pair(
     num_host_blocks: int = 0,
     max_copies_in: int = 64,
 ) -> RunnerPair:
-    """Over pools of NaN, so that any read of what was not written shows; each with host blocks of its own."""
+    """Two runners over pools of NaN, so that any read of unwritten memory shows; each with its own host blocks."""
     common: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": max_model_len,
         "vocab_size": VOCAB, "eos_token_ids": (7,), "max_in_flight": 2,

@@ -1,4 +1,4 @@
-"""An engine over lists: messages put by a test, messages that it sent."""
+"""An engine with lists for its links: messages that a test puts in, messages that the engine sends."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from tests.support.worker.scheduling import WorldConfig
 
 
 class ListInbox:
-    """Messages put by the test; counts waits."""
+    """Messages that the test puts in; counts waits."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[GatewayIndex, InboxMessage]] = []
@@ -34,7 +34,7 @@ class ListInbox:
 
 
 class ListOutbox:
-    """Keeps what was sent."""
+    """Keeps all messages that were sent."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, OutboxMessage]] = []
@@ -61,7 +61,7 @@ class ListOutbox:
 
 
 class Watcher:
-    """Keeps what was observed."""
+    """Keeps everything that was observed."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []

@@ -1,4 +1,4 @@
-"""The worker's queue and its slow reference side by side, driven by hand or by events that a seed draws."""
+"""The worker's queue and its slow reference side by side, driven by hand or by random events."""
 
 import random
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from tests.support.worker.scheduling import key
 
 @dataclass(slots=True)
 class ReferenceEntry:
-    """One that waits. aged_at_s: from then on it counts as one of the highest priority."""
+    """A waiting request. aged_at_s: from then on it counts as one of the highest priority."""
 
     request: Request
     aged_at_s: float
@@ -32,7 +32,7 @@ class ReferenceEntry:
         return (not is_aged, 0 if is_aged else -self.request.run.priority, self.request.order)
 
     def place(self, now_s: float) -> tuple[bool, float, int]:
-        """In its own tenant's line: the aged by when they became so."""
+        """Sort key within its tenant: aged requests first, by when they became aged."""
         is_aged = self.aged_at_s <= now_s
         first = self.aged_at_s if is_aged else -self.request.run.priority
         return (not is_aged, first, self.request.order)
@@ -40,7 +40,7 @@ class ReferenceEntry:
 
 @dataclass(slots=True)
 class FairReference:
-    """served: tokens divided by weight."""
+    """served: tokens divided by weight, by tenant."""
 
     waiting: list[ReferenceEntry] = field(default_factory=list)
     served: dict[str, Fraction] = field(default_factory=dict)
@@ -48,19 +48,19 @@ class FairReference:
     turn: str | None = None
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Tokens that have come, or must be computed."""
+        """Charge the tenant for tokens that were generated or must be computed."""
         run = request.run
         self.served[run.tenant] = self.served.get(run.tenant, self.clock) + Fraction(num_tokens, run.weight)
 
     def admitted(self, request: Request, num_due: int) -> None:
-        """It has its slot, and so many tokens must be computed that nobody has paid for."""
+        """The request has got a slot. num_due: tokens to compute that were not charged yet."""
         self.left(request)
         self.served.setdefault(request.run.tenant, self.clock)
         if num_due > 0:
             self.charge(request, num_due)
 
     def left(self, request: Request) -> None:
-        """It waits no longer. A tenant that waits alone has every turn."""
+        """The request no longer waits. A tenant that waits alone has every turn."""
         if {entry.tenant for entry in self.waiting} == {request.run.tenant}:
             self.take_turn(request.run.tenant)
         self.waiting = [entry for entry in self.waiting if entry.request is not request]
@@ -68,7 +68,7 @@ class FairReference:
             self.turn = None
 
     def head(self, now_s: float) -> Request | None:
-        """Who is next."""
+        """The request that is next."""
         if not self.waiting:
             return None
         tenants = {entry.tenant for entry in self.waiting}
@@ -88,7 +88,7 @@ class FairReference:
         return first.request
 
     def take_turn(self, tenant: str) -> None:
-        """What it did not use is gone; the clock follows."""
+        """The tenant loses credit that it has not used, and the clock advances to what it was served."""
         self.clock = self.served[tenant] = self._served(tenant)
 
     def _served(self, tenant: str) -> Fraction:
@@ -102,8 +102,8 @@ KINDS = ("add", "admit", "tokens", "end", "preempt", "cancel", "wait")
 
 
 def drawn_events(seed: int, count: int, tenants: str = "abc") -> list[tuple[Any, ...]]:
-    """What happens to the queue and to those that run; most of the time several tenants wait. A list of its own for
-    each seed: what hypothesis draws is too short for tenants to owe each other anything."""
+    """Events of the queue and of running requests, drawn from a seed; most of the time several tenants wait. (Sequences
+    that hypothesis draws are too short for tenants' shares to differ.)"""
     rng = random.Random(seed)
     priorities = rng.choice([(0,), (0, 0, 0, 1, -1)])
     pause_s = rng.choice([0.1, 1.0, 8.0])
@@ -122,7 +122,7 @@ def drawn_events(seed: int, count: int, tenants: str = "abc") -> list[tuple[Any,
 
 
 class QueuePair:
-    """A queue with its slots and the reference, given the same events; they have to agree after each."""
+    """The queue with its slots, and the reference, given the same events; they must agree after each."""
 
     def __init__(self) -> None:
         self.rows = SlotState(num_slots=NUM_SLOTS, max_total_tokens=400)
@@ -165,7 +165,7 @@ class QueuePair:
         return request
 
     def tokens(self) -> None:
-        """One for everybody who runs."""
+        """Give each running request one token."""
         slots_N = np.asarray([request.held_slot for request in self.running], np.intp)
         self.rows.append(slots_N, np.full(len(slots_N), 7, np.int32), self.rows.num_known_S[slots_N], self.now_s)
         for request in self.running:
@@ -193,7 +193,7 @@ class QueuePair:
         assert len(self.queue) == len(self.reference.waiting)
 
     def do(self, event: tuple[Any, ...]) -> None:
-        """One of `drawn_events`; nothing where it does not apply."""
+        """Apply one of `drawn_events`; does nothing if it does not apply."""
         match event:
             case "add", tenant, priority, num_tokens:
                 self.add(tenant, WEIGHTS[tenant], priority, num_tokens)

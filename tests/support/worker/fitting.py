@@ -1,7 +1,7 @@
-"""Which kernels of a start a GPU could not run, told without one.
+"""Finds, without a GPU, kernels of a start that a GPU could not run.
 
-Compiles every kernel that a start on a device of that compute capability launches (compiled.py). Prints one line for
-each that does not compile, or takes more of the device than a program may have; then how many there were.
+Compiles every kernel that a start on a device of some compute capability launches (compiled.py). Prints a line for each
+that does not compile, or needs more shared memory or warps than the device has; then the number of kernels.
 """
 
 import os
@@ -25,14 +25,14 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "float32, heads of 128": {"dtype": torch.float32, "shape": HEADS_OF_128},
 }
-"""Beside compiled.py's cases."""
+"""In addition to compiled.py's cases."""
 
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (12, 0): 99 << 10}
-"""That a program may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
+"""Of shared memory per thread block, by compute capability (CUDA C++ programming guide, technical specifications)."""
 
 
 class Launches:
-    """What is launched."""
+    """Keeps the kernels that are launched."""
 
     def __init__(self) -> None:
         self.kernels: list[tuple[Any, Any, dict[str, Any], GPUTarget]] = []
@@ -46,7 +46,7 @@ launches = Launches()
 
 
 def fault_of(index: int, shared_bytes: int) -> str | None:
-    """Of one kernel, in words; None where the device runs it."""
+    """What is wrong with one kernel; None if the device can run it."""
     kernel, source, options, target = launches.kernels[index]
     name = kernel.fn.__name__
     try:

@@ -1,4 +1,4 @@
-"""Processes that compile, forked of this one, which says who they are and then waits to be killed.
+"""Forks compiler processes, prints their process ids, and waits to be killed.
 
 python -m tests.support.worker.forked
 """
@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 def main() -> None:
     """See the module."""
-    Shutdown(grace_s=0.0).install()  # as a worker has it by then
+    Shutdown(grace_s=0.0).install()  # a worker has it at this point
     helpers = CompilerProcesses.fork(SIZE, wake=lambda: None, answer=lambda request: None)
     assert helpers is not None
     deadline_s = time.monotonic() + PATIENCE_S

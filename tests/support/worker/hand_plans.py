@@ -1,4 +1,4 @@
-"""Step plans written by hand, for a runner without a scheduler. Blocks are dealt in the order that is given."""
+"""Step plans written by hand, for a runner without a scheduler. Blocks are handed out in the given order."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 
 class PlanWriter:
-    """Numbers the steps, and gives each slot a block of its own wherever a plan writes."""
+    """Numbers the steps, and gives a slot a block of its own wherever a plan writes."""
 
     def __init__(self, blocks: Sequence[int], *, block_size: int) -> None:
         self.free = list(blocks)
@@ -20,8 +20,8 @@ class PlanWriter:
         self.updates: list[tuple[int, int, int]] = []
 
     def join(self, slot: int, tokens: list[int], sampling: SamplingParams, *, num_prompt: int | None = None) -> None:
-        """A request enters the slot with the next plan. num_prompt: tokens that are prompt; None: all. Blocks of the
-        slot's former request are not given back."""
+        """Let a request enter the slot with the next plan. num_prompt: how many of the tokens are its prompt; None:
+        all. Blocks of the slot's former request are not freed."""
         self.tables[slot] = []
         num_prompt_tokens = len(tokens) if num_prompt is None else num_prompt
         self._new_requests.append(

@@ -1,5 +1,5 @@
-"""Random traffic for a small pool with a second tier behind it: shared prefixes that are asked again and again, forks,
-cancels, pauses, preemptions. Everything follows from the seed."""
+"""Random traffic for a small pool with a second tier: shared prefixes that come again, forks, cancels, pauses,
+preemptions. Everything follows from the seed."""
 
 import random
 
@@ -7,7 +7,7 @@ from tests.support.worker.scheduling import World
 
 
 def drive(world: World, seed: int, *, num_events: int = 120, vocab_size: int = 50) -> None:
-    """Until every output has its end. AssertionError where a plan or the blocks are not as they should be."""
+    """Run until every output has ended. Raises AssertionError if a plan or the blocks are wrong."""
     rng = random.Random(seed)
     block_size, longest = world.config.block_size, world.config.max_model_len // 2
     openings = [

@@ -1,5 +1,5 @@
-"""The same requests served alone, in a crowd, in chunks of all sizes, over a cached prefix, after preemptions: what a
-runner in deterministic mode must answer with the same bits."""
+"""Serves the same requests alone, in a crowd, in chunks of all sizes, with cached prefixes and after preemptions: a
+runner in deterministic mode must give the same bits each time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.worker.scheduling import World, WorldConfig
 
 Outcome = tuple[tuple[int, ...], tuple[object, ...]]
-"""Ids, and log-probabilities where they were asked for, to the last bit."""
+"""Ids, and log-probabilities if asked for, exact to the last bit."""
 
 PROBES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "num_logprobs": 3},
@@ -30,7 +30,7 @@ PROBES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a runner was made for, and how long the requests are."""
+    """The limits that a runner was made for, and how long requests are."""
 
     num_blocks: int
     block_size: int
@@ -46,23 +46,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvarianceConfig(WorldConfig):
-    """A worker that may preempt without need."""
+    """A worker that can be made to preempt without need."""
 
     given: Any = None
     preempt_every_steps: int | None = None
 
     def scheduler(self) -> SchedulerConfig:
-        """With preemptions."""
+        """The scheduler's part, with preemptions."""
         return replace(WorldConfig.scheduler(self), preempt_every_steps=self.preempt_every_steps)
 
     def runner(self) -> Any:
-        """The one under test."""
+        """The runner under test."""
         return self.given
 
 
 @dataclass(kw_only=True)
 class Invariance:
-    """Serves the probes through a scheduler of its own for every way. num_preempted, num_hit: what really happened."""
+    """Serves the probes in every way, each with a new scheduler. num_preempted, num_hit: counts of what happened."""
 
     runner: Runner
     limits: Limits
@@ -74,7 +74,7 @@ class Invariance:
         self.prompts = [self._ids(self.limits.num_prompt) for _ in PROBES]
 
     def ways(self) -> Iterator[tuple[str, list[Outcome]]]:
-        """Name and outcomes of every way but the first, which `alone` is."""
+        """Name and outcomes of every way but the first, which is `alone`."""
         yield "in a crowd", self.serve(crowd=self.limits.crowd)
         for size in self.limits.chunk_sizes:
             yield f"chunks of {size}", self.serve(crowd=3, max_chunk_tokens=size)
@@ -82,7 +82,7 @@ class Invariance:
         yield "preempted", self.serve(crowd=self.limits.crowd // 4, preempt_every_steps=4)
 
     def alone(self) -> list[Outcome]:
-        """Each probe by itself."""
+        """The outcomes of probes served one at a time."""
         return [self.serve(only=index)[0] for index in range(len(PROBES))]
 
     def serve(
@@ -94,7 +94,7 @@ class Invariance:
         max_chunk_tokens: int | None = None,
         preempt_every_steps: int | None = None,
     ) -> list[Outcome]:
-        """The probes' outcomes, of the last repetition; the crowd's are nobody's business."""
+        """The probes' outcomes in the last repetition; those of the crowd are ignored."""
         here = World(self._config(max_chunk_tokens, preempt_every_steps))
         chosen = range(len(PROBES)) if only is None else [only]
         found: list[Outcome] = []
@@ -143,7 +143,7 @@ class Invariance:
 
 
 def check(runner: Runner, limits: Limits) -> Invariance:
-    """AssertionError naming the way in which an outcome differs."""
+    """Serve in all ways. Raises AssertionError naming the first way whose outcomes differ."""
     here = Invariance(runner=runner, limits=limits)
     wanted = here.alone()
     assert all(len(tokens) == limits.num_output for tokens, _ in wanted)

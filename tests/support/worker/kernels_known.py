@@ -1,4 +1,4 @@
-"""The program that tells, without a GPU, about the kernels of a start on one: what compiled.py and fitting.py tell.
+"""Checks, without a GPU, the kernels of a start on one: runs the checks of compiled.py and fitting.py.
 
 TRITON_INTERPRET=0 python -m tests.support.worker.kernels_known
 """
@@ -13,10 +13,10 @@ TOLD = {each.__name__: each for each in (tell_late, tell_faults)}
 
 
 def tell(name: str, *arguments: str) -> None:
-    """One of those."""
+    """Run the check of this name."""
     TOLD[name](*arguments)
 
 
 if __name__ == "__main__":
-    triton_key()  # of all that is Triton, which takes each fork a second otherwise
+    triton_key()  # hashes all of Triton, which otherwise takes each fork a second
     serve(tell)

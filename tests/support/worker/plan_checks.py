@@ -1,4 +1,4 @@
-"""Looking at step plans: by handles, as a person would tell them, and for what no plan may do."""
+"""Views of step plans by handle, for readable expectations, and checks of what no plan may do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from octavo.worker.scheduler.request import Request
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """A plan by handle: chunks (handle, start, num_tokens), decodes (handle, position).
-    ``samples``: those whose chunk is the last one."""
+    ``samples``: requests whose chunk is their last."""
 
     joins: tuple[int, ...] = ()
     prefill: tuple[tuple[int, int, int], ...] = ()
@@ -20,7 +20,7 @@ class Seen:
 
 
 def seen(plan: StepPlan, by_slot: Mapping[int, Request]) -> Seen:
-    """The plan by handles. by_slot: who runs right after planning."""
+    """The plan by handles. by_slot: the running requests right after planning."""
     handles = {slot: request.key.handle for slot, request in by_slot.items()}
     return Seen(
         joins=tuple(handles[join.slot] for join in plan.new_requests),
@@ -35,20 +35,20 @@ def _decodes(plan: StepPlan) -> list[tuple[int, int]]:
 
 
 def _ranges(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """Slot, first position and end of everything that is computed."""
+    """(slot, start, end) of every range of positions that is computed."""
     decodes = [(slot, position, position + 1) for slot, position in _decodes(plan)]
     return decodes + [(int(chunk.slot), chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.prefill]
 
 
 class BlocksInFlight:
-    """Which blocks the steps in flight read or write, and for whom."""
+    """The blocks that steps in flight read or write, and for which requests."""
 
     def __init__(self) -> None:
         self._owners: dict[int, dict[int, set[int]]] = {}  # step -> block -> requests by order
 
     def check(self, plan: StepPlan, blocks: BlockManager, by_slot: Mapping[int, Request]) -> None:
-        """Everybody in the plan runs and is in it once, and nobody writes to a block that another one's step in
-        flight still uses, nor to one that another's table leads to."""
+        """Check that every request in the plan runs and is in it once, and that none writes to a block that a step in
+        flight uses for another request, or that another request's table contains."""
         arriving = set(plan.copies_in_C2[:, 1].tolist())
         assert plan.num_tokens > 0 or plan.new_requests or arriving
         ranges, size, owners = _ranges(plan), blocks.config.block_size, dict[int, set[int]]()
@@ -76,5 +76,5 @@ class BlocksInFlight:
     def _check_writable(self, block: int, order: int) -> None:
         for step, owners in self._owners.items():
             others = owners.get(block, set()) - {order}
-            is_shared = order in owners.get(block, set())  # forks share until one writes, and steps run in order
+            is_shared = order in owners.get(block, set())  # forks share it until one writes, and steps run in order
             assert is_shared or not others, f"block {block} is written for {order}; step {step} uses it for {others}"

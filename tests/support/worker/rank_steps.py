@@ -1,6 +1,6 @@
-"""What a rank's CUDA runner gives for a few plans that have every kind of step in them.
+"""Results of a rank's CUDA runner for a few plans that have every kind of step.
 
-Importable only where triton is.
+Importable only if triton is installed.
 """
 
 from pathlib import Path
@@ -64,19 +64,19 @@ def runner_of(
 
 
 def mask_of(allowed: range) -> StepMasks:
-    """For the first row of a step."""
+    """Masks that allow these tokens in the first row of a step."""
     bits_V = np.zeros(VOCAB, np.bool_)
     bits_V[allowed] = True
     return StepMasks(index_N=np.zeros(1, np.int64), bits_NW=packed_mask(bits_V)[None])
 
 
 SPECIAL: dict[str, Any] = {"temperature": 60.0, "top_k": 9, "num_logprobs": MAX_TOP + 1}
-"""More than the device has room for."""
+"""More log-probabilities than the device has room for."""
 
 
 def sampled_by(ranks: Ranks, way: str) -> dict[str, Any]:
-    """Tokens of rows of which each is sampled another way, all in one batch, and their log-probabilities; and, of each
-    step, the widths of what ranks have put together: first of steps whose rows have nothing but a temperature."""
+    """Tokens and log-probabilities of one batch whose rows are each sampled in another way; and for each step the
+    widths of what the ranks gathered, beginning with steps whose rows have only a temperature."""
     patch, widths = pytest.MonkeyPatch(), list[set[int]]()
     if DEVICE == "cpu":
         cut_decodes_coarsely(patch)
@@ -128,8 +128,8 @@ def sampled_by(ranks: Ranks, way: str) -> dict[str, Any]:
 def steps_of(
     ranks: Ranks, shape: str, way: str, weights: str, kv: str, launching: Launching = Launching.EAGER
 ) -> dict[str, Any]:
-    """Prompts whole and in chunks, beside decodes, then decodes alone; every way to sample; a grammar's masks; and
-    log-probabilities of a prompt."""
+    """Results of steps with prompts whole and in chunks, with decodes among them, then decodes alone; every way to
+    sample; a grammar's masks; and log-probabilities of a prompt."""
     patch = pytest.MonkeyPatch()
     if DEVICE == "cpu":
         cut_decodes_coarsely(patch)

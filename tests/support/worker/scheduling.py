@@ -24,7 +24,7 @@ GATEWAY = GatewayIndex(0)
 
 
 def key(handle: int, gateway: int = 0) -> RequestKey:
-    """Short for a key."""
+    """A request's key, for short."""
     return RequestKey(GatewayIndex(gateway), handle)
 
 
@@ -50,7 +50,7 @@ class WorldConfig:
     faults: OracleFaults = field(default_factory=OracleFaults)
 
     def scheduler(self) -> SchedulerConfig:
-        """Its part for the scheduler."""
+        """The scheduler's part of this configuration."""
         return SchedulerConfig(
             max_model_len=self.max_model_len,
             vocab_size=self.model.vocab_size,
@@ -66,7 +66,7 @@ class WorldConfig:
         )
 
     def blocks(self) -> BlockManagerConfig:
-        """Its part for the block manager."""
+        """The block manager's part of this configuration."""
         return BlockManagerConfig(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -80,7 +80,7 @@ class WorldConfig:
         )
 
     def runner(self) -> OracleRunner:
-        """Its oracle."""
+        """An oracle runner for this configuration."""
         return OracleRunner(
             self.model,
             num_blocks=self.num_blocks,
@@ -95,7 +95,7 @@ class WorldConfig:
 
 @dataclass(slots=True)
 class Stream:
-    """What one output has given so far."""
+    """What one output has produced so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Stream:
 
 
 class Asked(NamedTuple):
-    """What one output of a Run was to be."""
+    """What was requested of one output of a Run."""
 
     prompt_ids_T: np.ndarray
     sampling: SamplingParams
@@ -114,7 +114,7 @@ class Asked(NamedTuple):
 
 
 class World:
-    """Adds requests and makes steps; ``streams`` collects the outputs and refuses any after the end."""
+    """Adds requests and runs steps; ``streams`` collects the outputs and refuses any after the end."""
 
     def __init__(self, config: WorldConfig, *, make_scheduler: Callable[..., Scheduler] = Scheduler) -> None:
         self.config = config
@@ -122,7 +122,7 @@ class World:
         self.scheduler = make_scheduler(config.scheduler(), self.blocks)
         self.runner = config.runner()
         self.now_s = 0.0
-        self.plans: list[StepPlan] = []  # launched, not collected
+        self.plans: list[StepPlan] = []  # launched but not collected
         self.in_flight = BlocksInFlight()
         self.trace: list[Seen] = []
         self.asked: dict[RequestKey, Asked] = {}
@@ -145,7 +145,7 @@ class World:
         traceparent: str = "",
         **sampling: object,
     ) -> RequestKey:
-        """Ask for one output; the seed is its handle unless given. Further outputs have handles 1000, 2000 … higher."""
+        """Add a request; the seed is its handle unless given. Further outputs have handles higher by 1000, 2000, …"""
         run = Run(
             handle=handle,
             request_id=f"r{gateway}-{handle}",
@@ -170,19 +170,19 @@ class World:
         return key(handle, gateway)
 
     def cancel(self, handle: int, gateway: int = 0) -> None:
-        """Give an output up."""
+        """Cancel an output."""
         self.scheduler.cancel(key(handle, gateway), now_s=self.now_s)
 
     def pause(self, handle: int, gateway: int = 0) -> None:
-        """Its caller does not read."""
+        """Pause an output, as if its caller did not read."""
         self.scheduler.pause(key(handle, gateway), now_s=self.now_s)
 
     def resume(self, handle: int, gateway: int = 0) -> None:
-        """Its caller reads on."""
+        """Resume an output, as if its caller read on."""
         self.scheduler.resume(key(handle, gateway), now_s=self.now_s)
 
     def resume_all(self) -> None:
-        """Every caller reads on."""
+        """Resume all outputs."""
         for which in self.asked:
             self.scheduler.resume(which, now_s=self.now_s)
 
@@ -206,7 +206,7 @@ class World:
         return plan
 
     def collect(self) -> StepOutputs:
-        """The result of the oldest step."""
+        """Collect and apply the result of the oldest step."""
         plan = self.plans.pop(0)
         self.in_flight.forget(plan.step)
         try:
@@ -218,7 +218,7 @@ class World:
         return outputs
 
     def _poison_free_blocks(self) -> None:
-        """A read of a block that no request holds gives other tokens from now on."""
+        """From now on, reading a block that no request holds gives wrong tokens."""
         if isinstance(self.runner, OracleRunner):
             awaited = {*self.blocks.host.outs.values()}  # still to be copied out
             awaited |= {block for plan in self.plans for block in plan.copies_out_C2[:, 0].tolist()}
@@ -226,7 +226,7 @@ class World:
             self.runner.poison(blank[~np.isin(blank, list(awaited))])
 
     def step_seen(self) -> Seen | None:
-        """Plan, launch and collect one step; what it was."""
+        """Plan, launch and collect one step; its plan by handles."""
         plan = self.launch()
         seen = self.seen(plan)
         if plan is not None:
@@ -235,7 +235,8 @@ class World:
         return seen
 
     def step(self) -> StepPlan | None:
-        """As the engine does: launch as many as may be in flight, collect one. The first plan launched."""
+        """As the engine does: launch as many steps as may be in flight, collect one. Returns the first plan
+        launched."""
         first = None
         while len(self.plans) < self.config.max_in_flight:
             plan = self.launch()
@@ -250,7 +251,7 @@ class World:
         return first
 
     def run(self, max_steps: int = 2000) -> int:
-        """Until nothing is left but what is paused; how many steps. AssertionError where it takes too many."""
+        """Step until only paused outputs are left; the number of steps. Raises AssertionError if there are too many."""
         for num_steps in range(max_steps):
             if not self.scheduler.has_work:
                 self.take(self.scheduler.flush())
@@ -287,7 +288,7 @@ class World:
     # ------------------------------------------------------------ expectations
 
     def expected(self, which: RequestKey) -> list[int]:
-        """The whole output as the slow reference has it."""
+        """The whole output according to the slow reference."""
         asked = self.asked[which]
         pool_tokens = self.config.num_blocks * self.config.block_size
         return oracle_tokens(
@@ -306,7 +307,7 @@ class World:
         }
 
     def seen(self, plan: StepPlan | None) -> Seen | None:
-        """The plan by handles; to be asked right after planning."""
+        """The plan by handles; call it right after planning."""
         return None if plan is None else seen(plan, self._by_slot())
 
     def _check(self, plan: StepPlan) -> None:
@@ -323,7 +324,7 @@ class World:
         return {int(request.held_slot): request for request in self.scheduler.requests.running}
 
     def check_complete(self) -> None:
-        """Every accepted output that was not cut short is what the reference says; the others are a beginning of it."""
+        """Check that every accepted output equals the reference's or, if it was cut short, is a prefix of it."""
         for which, stream in self.streams.items():
             assert stream.finished is not None, f"{which} never ended"
             assert stream.finished.error != "INTERNAL", stream.finished
@@ -344,7 +345,7 @@ class World:
         assert stream.embedding == expected
 
     def check_quiet(self) -> None:
-        """Nothing is left behind."""
+        """Check that nothing is left behind."""
         assert self.blocks.audit().violations == ()
         scheduler = self.scheduler
         assert (self.blocks.num_active, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
