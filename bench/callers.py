@@ -1,8 +1,9 @@
-"""Callers of a running service, in processes of their own: conversations of one turn or several, streamed, timed.
+"""Callers of a running service, in processes of their own: conversations of one or several turns, streamed and timed.
 
-A turn's prompt is all that was said before and its own new ids. Another load generator can send what has one turn: a
-file whose `client(target, jobs, barrier, results, temperature)` takes jobs (request id, ids, tokens of the answer) and
-puts a list of dicts with `want`, `got` and `arrivals` (seconds after the begin, tokens), or `error`, into results.
+A turn's prompt is everything said before plus its own new ids. Another load generator can send conversations of a
+single turn: a file whose `client(target, jobs, barrier, results, temperature)` takes jobs (request id, ids, tokens of
+the answer) and puts into results a list of dicts with `want`, `got` and `arrivals` (seconds since the start, tokens),
+or `error`.
 
 Must not know: what is measured, how the service was started.
 """
@@ -34,12 +35,12 @@ Results = queue.SimpleQueue[list[dict[str, Any]]]
 
 
 class CallersError(RuntimeError):
-    """They did not end in time, or one of them died."""
+    """The callers did not end in time, or one of them died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """To one turn. index: of the turn. arrivals: seconds after it was asked, and tokens, of each message."""
+    """The answer to one turn. index: of the turn. arrivals: for each message, seconds since the request, and tokens."""
 
     index: int
     want: int
@@ -49,47 +50,47 @@ class Answer:
 
     @property
     def first_ms(self) -> float:
-        """Until its first token."""
+        """Time to its first token."""
         return self.arrivals[0][0] * 1e3
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between its messages."""
+        """Times between its messages."""
         times = [at for at, _ in self.arrivals]
         return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """All answers, and the seconds from the word to the last."""
+    """All answers, and the seconds from the start signal to the last one."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all callers together."""
+        """The rate of all callers together."""
         return sum(each.got for each in self.answers) / self.seconds
 
     def first_ms(self, *, from_turn: int = 0) -> list[float]:
-        """Until the first tokens, of these turns."""
+        """Times to the first token, of turns from this one on."""
         return [each.first_ms for each in self.answers if each.arrivals and each.index >= from_turn]
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between messages, of all answers."""
+        """Times between messages, of all answers."""
         return [gap for each in self.answers for gap in each.gaps_ms]
 
     @property
     def complaint(self) -> str:
-        """How many answers are not whole, and why; empty where all are."""
+        """How many answers are incomplete, and why; empty if all are complete."""
         broken = [each for each in self.answers if each.error or each.got != each.want]
         reasons = {each.error or f"{each.got} of {each.want} tokens" for each in broken}
         return f"{len(broken)} of {len(self.answers)} answers not whole: {min(reasons)}" if broken else ""
 
 
 class Callers:
-    """Processes that call, kept from one call to the next: what they import takes longer than many a call."""
+    """Processes that make calls, kept from one run to the next since their imports take longer than many a run."""
 
     def __init__(self, processes: int, generator: Path | None = None) -> None:
         self._count, self._generator = processes, generator
@@ -99,7 +100,7 @@ class Callers:
         self._calls = itertools.count()
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for link, child in self._links.items():
             link.close()
             child.kill()
@@ -107,8 +108,8 @@ class Callers:
         self._links = {}
 
     def call(self, target: str, conversations: Sequence[Conversation], *, timeout_s: float) -> Heard:
-        """All conversations at once, the turns of each one after the other. Raises CallersError, and ends all where
-        one does not answer in time."""
+        """Run all conversations at once, each turn by turn. If a process does not answer in time, ends all of them and
+        raises CallersError."""
         deadline_s = time.monotonic() + timeout_s
         self._start()
         tag = f"{os.getpid()}-{next(self._calls)}"
@@ -141,7 +142,7 @@ class Callers:
             self._links[ours] = child
 
     def _await_callers(self, deadline_s: float) -> None:
-        """Until all are connected. Raises TimeoutError, OSError where one has ended."""
+        """Wait until all are connected. Raises TimeoutError, or OSError if one has ended."""
         while self._begin.n_waiting < self._count:
             for link in wait(list(self._links), 0.002):
                 assert isinstance(link, Connection)
@@ -150,7 +151,7 @@ class Callers:
                 raise TimeoutError
 
     def _told(self, deadline_s: float) -> Iterator[list[dict[str, Any]]]:
-        """Of every process, as they end. Raises TimeoutError, OSError."""
+        """The results of every process, as they finish. Raises TimeoutError, OSError."""
         waiting = list(self._links)
         while waiting:
             ready = wait(waiting, max(0.1, deadline_s - time.monotonic()))
@@ -163,7 +164,7 @@ class Callers:
 
 
 def _received(link: Connection) -> Any:
-    """Raises OSError where the other end has gone."""
+    """The next message. Raises OSError if the other end is gone."""
     try:
         return link.recv()
     except EOFError:
@@ -176,7 +177,7 @@ def _answer(row: dict[str, Any]) -> Answer:
 
 
 def _caller(link: Connection, begin: Barrier, generator: Path | None) -> None:
-    """A process: calls whatever it is told to, until nobody tells it any more."""
+    """A caller's process: makes the calls that it is told to, until its link is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends us
     theirs = None if generator is None else runpy.run_path(str(generator))["client"]
     while True:

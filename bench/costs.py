@@ -35,7 +35,7 @@ STREAMS = (100, 300, 1000, 3000, 10_000)
 NUM_STEPS, STREAM_STEPS, REPEATS, NUM_MORE = 200, 2, 5, 100
 BLOCK, PROMPT_BLOCKS = 16, 500
 Curve = dict[str, Any]
-"""name, unit, panel, and sizes with costs."""
+"""Has name, unit, panel, and sizes with costs."""
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
@@ -47,14 +47,14 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def cpu_us(call: Callable[[], object]) -> float:
-    """Of this thread."""
+    """Microseconds of CPU time of this thread."""
     start = time.thread_time()
     call()
     return 1e6 * (time.thread_time() - start)
 
 
 def curve(panel: str, name: str, unit: str, points: Iterable[tuple[float, float]]) -> Curve:
-    """With its exponent."""
+    """A curve with its exponent."""
     sizes, costs = zip(*points, strict=True)
     return {
         "panel": panel,
@@ -81,7 +81,7 @@ def steps() -> list[Curve]:
 
 
 def worker_index() -> list[Curve]:
-    """Of the block manager: a prompt is committed, looked up, and pushes others out of a pool full of cached blocks."""
+    """The block manager's index: commit prompts, look them up, and evict others from a pool full of cached blocks."""
     rows = [_worker_index(num_blocks) for num_blocks in BLOCKS]
     return _by_verb("worker", rows)
 
@@ -114,7 +114,8 @@ def _worker_index(num_blocks: int) -> dict[str, float]:
 
 
 def gateway_index() -> list[Curve]:
-    """Of the router's tree: a worker tells blocks, a prompt is looked up, and at the tree's bound the oldest go."""
+    """The router's tree: a worker reports blocks, prompts are looked up, and at the tree's limit the oldest are
+    evicted."""
     rows = [_gateway_index(num_blocks) for num_blocks in BLOCKS]
     return _by_verb("gateway", rows)
 
@@ -138,12 +139,13 @@ def _gateway_index(num_blocks: int) -> dict[str, float]:
 
 
 def _talks(num: int) -> np.ndarray:
-    """int32 [num, PROMPT_BLOCKS, BLOCK]: no two blocks are the same."""
+    """int32 [num, PROMPT_BLOCKS, BLOCK]: no two blocks are equal."""
     return np.arange(num * PROMPT_BLOCKS * BLOCK, dtype=np.int32).reshape(num, PROMPT_BLOCKS, BLOCK)
 
 
 def _verbs(num_filling: int, insert: Callable[[int], None], look_up: Callable[[int], None]) -> dict[str, float]:
-    """CPU time of a block: of the last prompts that fill an index, of look-ups then, of more prompts than it holds."""
+    """CPU time per block: for the last prompts that fill an index, for look-ups then, and for more prompts than it
+    holds."""
     gc.collect()
     filling = [cpu_us(partial(insert, number)) for number in range(num_filling)]
     num_last = max(num_filling // 4, 5)
@@ -169,7 +171,7 @@ def _by_verb(whose: str, rows: Sequence[dict[str, float]]) -> list[Curve]:
 
 
 def streams() -> list[Curve]:
-    """Of a gateway."""
+    """Memory and CPU time of a gateway's open streams."""
     rows = [open_streams.measure(num_streams, STREAM_STEPS) for num_streams in STREAMS]
     named = (
         ("kib_per_stream", "memory of a stream", "KiB"),
@@ -183,12 +185,12 @@ def streams() -> list[Curve]:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """What a picture says of the figures that it shows."""
+    """A digest of the figures, which a picture has in its metadata."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """A panel for each kind of work, logarithmic both ways."""
+    """Draw a panel for each kind of work, with logarithmic axes."""
     from matplotlib.figure import Figure
 
     curves = content["curves"]

@@ -28,41 +28,41 @@ GATEWAY = GatewayIndex(0)
 
 
 class Mailbox:
-    """Both ports of a `worker.engine.engine.Engine`. What it does with the output of a step is a subclass's to say."""
+    """Both ports of a `worker.engine.engine.Engine`. Subclasses say what to do with a step's output."""
 
     def __init__(self) -> None:
         self.coming: list[tuple[GatewayIndex, InboxMessage]] = []
 
     def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
-        """All of it."""
+        """Take all messages."""
         coming, self.coming = self.coming, []
         return coming
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing comes by itself."""
+        """Returns at once: nothing arrives by itself."""
 
     def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """Of steps only: there is no other gateway that could ask for more."""
+        """Take a step's output; there are no other messages, since no gateway asks for any."""
         if isinstance(message, StepOutput):
             self.take(message)
 
     def put_all(self, message: OutboxMessage) -> None:
-        """Events of the prefix cache: nobody listens."""
+        """Drop events of the prefix cache: nobody listens."""
 
     def take(self, output: StepOutput) -> None:
-        """What a step gave."""
+        """Take the output of a step."""
         raise NotImplementedError
 
 
 def tokens_of(output: StepOutput) -> Iterator[tuple[int, int]]:
-    """Handle and token, unpacked as a gateway does."""
+    """(handle, token) pairs, unpacked as a gateway does."""
     handles, tokens = np.frombuffer(output.handles, np.int64), np.frombuffer(output.tokens, np.int32)
     return zip(handles.tolist(), tokens.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts, made for one another."""
+    """Parts that belong together."""
 
     blocks: BlockManager
     scheduler: Scheduler
@@ -82,8 +82,8 @@ def assemble(
     max_copies_in: int = 64,
     copy_s_per_block: float | None = None,
 ) -> Assembly:
-    """sizes: the runner's room. num_host_blocks, max_copies_in, copy_s_per_block: of its second tier. Raises ValueError
-    where they do not fit one another."""
+    """Make the parts around a runner. sizes: the runner's limits. num_host_blocks, max_copies_in, copy_s_per_block: of
+    its second tier. Raises ValueError if they do not fit one another."""
     blocks = BlockManager(
         BlockManagerConfig(
             num_blocks=sizes.num_blocks,
@@ -120,12 +120,12 @@ def assemble(
 
 
 def blocks_of(max_model_len: int, block_size: int) -> int:
-    """Of the longest request, with one token more: a step that runs ahead samples one for nobody."""
+    """Blocks of the longest request plus one token, since a step that runs ahead samples one that is not used."""
     return -(-(max_model_len + 1) // block_size)
 
 
 def run_of(handle: int, prompt_ids_T: np.ndarray, **sampling: Any) -> Run:
-    """A request as a gateway asks for it."""
+    """A request as a gateway sends it."""
     return Run(
         handle=handle,
         request_id=f"bench-{handle}",
@@ -135,7 +135,7 @@ def run_of(handle: int, prompt_ids_T: np.ndarray, **sampling: Any) -> Run:
 
 
 class KeptMail(Mailbox):
-    """tokens, logprobs, finished: by handle, until they are taken."""
+    """tokens, logprobs, finished: by handle, kept until they are taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class KeptMail(Mailbox):
         self.num_tokens = 0
 
     def take(self, output: StepOutput) -> None:
-        """Keep all of it."""
+        """Keep everything."""
         for handle, token in tokens_of(output):
             self.tokens[handle].append(token)
             self.num_tokens += 1
@@ -156,7 +156,7 @@ class KeptMail(Mailbox):
 
 
 class InProcess:
-    """An engine over one runner. Handles count from 1. tier: what `assemble` takes of a second tier."""
+    """An engine over one runner. Handles count from 1. tier: arguments of `assemble` for a second tier."""
 
     def __init__(
         self,
@@ -169,27 +169,27 @@ class InProcess:
         **tier: Any,
     ) -> None:
         self.mail, self.num_asked = mail or KeptMail(), 0
-        budget = max(max_batch_tokens, sizes.max_slots)  # the least that a scheduler takes
+        budget = max(max_batch_tokens, sizes.max_slots)  # the least that a scheduler accepts
         parts = assemble(runner, sizes, self.mail, max_batch_tokens=budget, prefix_cache=prefix_cache, **tier)
         self.blocks, self.scheduler, self.engine = parts.blocks, parts.scheduler, parts.engine
 
     def ask(self, prompt_ids_T: np.ndarray, **sampling: Any) -> int:
-        """Put one request into the inbox; its handle. Greedy where nothing else is said."""
+        """Put one request into the inbox; returns its handle. Greedy unless told otherwise."""
         self.num_asked += 1
         sampling = {"temperature": 0.0, "seed": self.num_asked, **sampling}
         self.mail.coming.append((GATEWAY, run_of(self.num_asked, prompt_ids_T, **sampling)))
         return self.num_asked
 
     def cancel(self, handle: int) -> None:
-        """Give an output up."""
+        """Cancel an output."""
         self.mail.coming.append((GATEWAY, Cancel(handles=(handle,))))
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         self.engine.step()
 
     def outputs(self, asks: list[tuple[np.ndarray, dict[str, Any]]]) -> list[list[int]]:
-        """Tokens of requests that are asked all at once. Raises RuntimeError where one ends with an error."""
+        """The tokens of requests that are sent all at once. Raises RuntimeError if one ends with an error."""
         handles = [self.ask(prompt_ids_T, **sampling) for prompt_ids_T, sampling in asks]
         while not all(handle in self.mail.finished for handle in handles):
             self.step()

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, threads, versions, commit, and how busy the machine was."""
+"""Describes what a figure was measured on: processor, threads, versions, commit, and how busy the machine was."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One line of RESULTS.md. load_1m: of the whole machine when the run began; above `cpus` others were working."""
+    """One line of RESULTS.md. load_1m: of the whole machine when the run began; above `cpus`, others were working."""
 
     cpu: str
     cpus: int
@@ -27,7 +27,7 @@ class Machine:
     load_1m: float
 
     def line(self) -> str:
-        """For people."""
+        """The description as text for people."""
         return (
             f"{self.cpu}, {self.cpus} cores ({', '.join(self.instructions)}), {self.threads} threads, "
             f"huge pages {self.huge_pages}, torch {self.torch}, transformers {self.transformers}, "
@@ -35,12 +35,12 @@ class Machine:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The description for JSON."""
         return asdict(self)
 
 
 def this_machine() -> Machine:
-    """Look around."""
+    """The description of this machine."""
     name, flags = _processor()
     return Machine(
         cpu=name,
@@ -56,7 +56,7 @@ def this_machine() -> Machine:
 
 
 def _processor() -> tuple[str, frozenset[str]]:
-    """Model name and flags of /proc/cpuinfo, as far as there is one."""
+    """Model name and flags from /proc/cpuinfo, if there is one."""
     name, flags = platform.processor() or platform.machine(), frozenset[str]()
     path = Path("/proc/cpuinfo")
     if not path.exists():

@@ -20,14 +20,14 @@ _SHARD_BYTES = 4 << 30
 
 
 def write_checkpoint(folder: Path, shape: Shape, *, seed: int = 0, max_model_len: int = MAX_POSITIONS) -> Path:
-    """config.json, bf16 safetensors (one file or several with their index), tokenizer. Returns the folder."""
+    """Write config.json, bf16 safetensors (one file, or several with an index) and a tokenizer. Returns the folder."""
     write_description(folder, shape, max_model_len=max_model_len)
     _write_weights(folder, shape, seed)
     return folder
 
 
 def write_description(folder: Path, shape: Shape, *, max_model_len: int = MAX_POSITIONS) -> Path:
-    """All of it but the weights, which `--load-format random` draws. Returns the folder."""
+    """Write all but the weights, for `--load-format random`, which draws them. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape, max_model_len), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKEN_ID}))
@@ -58,7 +58,7 @@ def _config(shape: Shape, max_model_len: int) -> dict[str, object]:
 
 
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of the architecture, in the order of the layers."""
+    """(name, shape) of every tensor of the architecture, in the order of the layers."""
     D, I, H = shape.hidden_size, shape.intermediate_size, shape.head_dim
     N, K = shape.num_heads, shape.num_kv_heads
     yield "model.embed_tokens.weight", (shape.vocab_size, D)
@@ -108,7 +108,7 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> tor
 
 
 def main() -> None:
-    """Write one."""
+    """Write a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)

@@ -1,5 +1,5 @@
-"""Sums over ranks alone: as many as the layers of a decode step have, each added to a stream, in each way that there
-is, on a process for each rank.
+"""Sums over ranks alone: as many as a decode step's layers have, each added to a stream, in every available way, with a
+process for each rank.
 
 Must not know: workers, what else is measured.
 """
@@ -30,14 +30,14 @@ from octavo.model.parallel import Ranks, join_ranks
 SUM_ROWS = (1, 8, 32, 128, 256, 1024, 4096, 8192)
 CPU_SUM_ROWS = (1, 8, 32)
 STILL_S = 60.0
-"""After so long in one way at one size, a rank writes where it stands to stderr and ends: on a GPU, peers that do not
-come are waited for without an end."""
+"""After this long in one way at one size, a rank writes its stacks to stderr and ends: on a GPU, waiting for a missing
+peer would never end."""
 
 
 def measure_sums(shape: str, size: int, device: str, wanted: Way, out: Path) -> dict[str, dict[str, float]]:
-    """Of a decode step, by its rows: bytes that a rank gives away, and milliseconds. out: what there is is written
-    there. Raises BenchError with what the first rank that failed said; the others wait for it, and end with this
-    process."""
+    """For a decode step, by number of rows: bytes that a rank sends, and milliseconds. out: where figures are written
+    as they come. Raises BenchError with the message of the first rank that failed; the others wait for it, and end with
+    this process."""
     context = multiprocessing.get_context("spawn")
     ends, processes = list[Connection](), list[BaseProcess]()
     with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
@@ -121,11 +121,11 @@ def _print_figures(name: str, figures: dict[str, float]) -> None:
 
 
 def _drop(_result: object) -> None:
-    """Its memory is the graph's."""
+    """Drop the result, whose memory belongs to the graph."""
 
 
 def _time(work: Callable[[], object], device: str, steps: int = STEPS) -> float:
-    """Milliseconds: on a GPU of a recorded graph, as in a step."""
+    """Milliseconds of the work; on a GPU those of a recorded graph, as in a step."""
     if device != "cpu":
         return time_graph(lambda: _drop(work()), steps=steps)
     seconds = []

@@ -1,4 +1,4 @@
-"""Services that a bench starts on this machine: when they are ready.
+"""Waits until services that a bench starts on this machine are ready.
 
 Must not know: what they serve, what is measured.
 """
@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 def wait_until_serving(
     target: str, service: str, *, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
 ) -> None:
-    """Until the health check says so. Raises TimeoutError where it does not in time, or the server has ended."""
+    """Wait until the health check succeeds. Raises TimeoutError if it does not in time, or if the server has ended."""
     deadline_s = time.monotonic() + timeout_s
     request = health_pb2.HealthCheckRequest(service=service)
     with grpc.insecure_channel(target) as channel:

@@ -1,5 +1,4 @@
-"""Shapes of the published Qwen2.5 models and a tiny one of the same architecture, and the modes, by their names on a
-command line.
+"""Shapes of the published Qwen2.5 models and of a tiny one, and the modes, by their names on the command line.
 
 Letters: D model dim · I intermediate · N query heads · K kv heads · H head dim · V embedding rows.
 Must not know: devices, weights.
@@ -11,13 +10,13 @@ from octavo.model.config import ModelConfig
 from octavo.worker.config import Deterministic
 
 NUM_IDS = 151_665
-"""Of Qwen2.5's tokenizer; rows of the embedding beyond it are padding."""
+"""Ids of Qwen2.5's tokenizer; further rows of the embedding are padding."""
 MAX_POSITIONS = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """num_ids: of the tokenizer. tied: the head is the embedding."""
+    """num_ids: of the tokenizer. tied: the output head shares the embedding's weights."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,7 +34,7 @@ class Shape:
 
     @property
     def config(self) -> ModelConfig:
-        """What the model is made of."""
+        """The model's configuration."""
         return ModelConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

@@ -1,6 +1,6 @@
-"""What callers say to a service: how much of it, and drawn prompts and lengths of answers.
+"""What callers send to a service: how much, with random prompts and lengths of answers.
 
-Must not know: how it is sent, what comes of it.
+Must not know: how it is sent, what is answered.
 """
 
 import random
@@ -11,14 +11,14 @@ from pathlib import Path
 from octavo.cli.bench.datasets import Lengths, read_asks
 
 NUM_IDS = 6_000
-"""Ids of prompts are below: every served tokenizer has as many."""
+"""Ids of prompts are below this: every served tokenizer has as many."""
 Bounds = tuple[int, int]
-"""Of a uniform draw, both inside."""
+"""Inclusive bounds of a uniform draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a caller adds to what was said, and how many tokens it asks for, exactly."""
+    """The ids that a caller adds, and exactly how many tokens it asks for."""
 
     ids: tuple[int, ...]
     num_output: int
@@ -29,7 +29,7 @@ Conversation = tuple[Turn, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much of each kind; processes: of callers."""
+    """How much of each kind. processes: number of callers' processes."""
 
     nano: int = 256
     nano_tokens: Bounds = (100, 1024)
@@ -57,13 +57,13 @@ QUICK = Sizes(
 
 
 def nano(sizes: Sizes, seed: int) -> list[Conversation]:
-    """Prompt and answer of nano bench's lengths."""
+    """Single turns with prompts and answers of nano bench's lengths."""
     dice = random.Random(seed)
     return [(_turn(dice, sizes.nano_tokens),) for _ in range(sizes.nano)]
 
 
 def conversations(sizes: Sizes, seed: int) -> list[Conversation]:
-    """Of several turns; all begin with the same ids."""
+    """Conversations of several turns that all begin with the same ids."""
     dice = random.Random(seed)
     common = _ids(dice, sizes.common_tokens)
 
@@ -75,7 +75,7 @@ def conversations(sizes: Sizes, seed: int) -> list[Conversation]:
 
 
 def burst(sizes: Sizes, seed: int) -> list[Conversation]:
-    """Short ones, all of the same lengths."""
+    """Short requests, all of the same lengths."""
     dice, (num_prompt, num_output) = random.Random(seed), sizes.burst_tokens
     return of_lengths([(num_prompt, num_output)] * sizes.burst, dice)
 
@@ -86,8 +86,8 @@ def one(sizes: Sizes, seed: int) -> list[Conversation]:
 
 
 def trace_lengths(sizes: Sizes, path: Path | None) -> list[tuple[int, int]]:
-    """Prompt and answer of a file's first entries, or drawn: 2,000 and 28 tokens on average with long tails, as a code
-    assistant has them. Raises CliError."""
+    """(prompt, answer) lengths from the first entries of a trace file, or drawn: 2,000 and 28 tokens on average with
+    long tails, like those of a code assistant. Raises CliError."""
     dice = random.Random(1)
     if path is None:
         lengths = [(dice.lognormvariate(7.3, 0.8), dice.lognormvariate(2.73, 1.1)) for _ in range(sizes.traced)]
@@ -100,7 +100,7 @@ def trace_lengths(sizes: Sizes, path: Path | None) -> list[tuple[int, int]]:
 
 
 def of_lengths(lengths: Sequence[tuple[int, int]], dice: random.Random) -> list[Conversation]:
-    """One turn each, of random ids."""
+    """Conversations of one turn each, with random ids."""
     return [(Turn(ids=_ids(dice, num_prompt), num_output=num_output),) for num_prompt, num_output in lengths]
 
 

@@ -1,4 +1,4 @@
-"""Parts of a bench as processes of their own, of which one that fails or hangs takes no other with it.
+"""Runs parts of a bench as processes of their own, so that one that fails or hangs does not affect the others.
 
 Must not know: what they measure.
 """
@@ -19,13 +19,13 @@ import psutil
 LIMIT_S = 580.0
 LAST_LINES = 15
 DUMP_S = 3.0
-"""For processes to write where they stand."""
+"""How long processes may take to write their stacks."""
 
 
 def turn(module: str, words: list[str], *, limit_s: float = LIMIT_S, errors: Path | None = None) -> dict[str, Any]:
-    """`python -m MODULE WORDS --limit-s=… --turn=FILE` in a process of its own: its figures; those that it had, with
-    {"failed": why}, where it does not come to an end. Nothing that it started is left. errors: where all that it says
-    on stderr goes."""
+    """Run `python -m MODULE WORDS --limit-s=… --turn=FILE` in a process of its own. Returns its figures or, if it does
+    not finish, those that it had, with {"failed": why}. Nothing that it started is left. errors: a file for its whole
+    stderr."""
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         out, errors = Path(folder) / "turn.json", errors or Path(folder) / "errors.log"
         command = [sys.executable, "-m", module, *words, f"--limit-s={limit_s}"]
@@ -46,14 +46,15 @@ def turn(module: str, words: list[str], *, limit_s: float = LIMIT_S, errors: Pat
 
 
 def _environment() -> dict[str, str]:
-    """Processes that are ended write where each of their threads stands, and no gigabytes of memory to the disk."""
+    """The environment in which processes that are aborted write their threads' stacks, but no gigabytes of core
+    dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     return {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _end_family(process: "subprocess.Popen[bytes]") -> None:
-    """The process and all that it started, children first, each told to say where it stands: one after the other, since
-    they write to one file."""
+    """End the process and all that it started, children first, making each write its stacks: one after the other, since
+    they write to the same file."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid)

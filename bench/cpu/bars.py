@@ -45,7 +45,7 @@ class Bar:
 
 
 def decode_rate(engine: LocalEngine, *, batch: int, num_prompt: int, num_steps: int) -> float:
-    """Output tokens per second without their prefill. Short prompts and many steps: it is a difference of two times."""
+    """Output tokens per second without prefill. Use short prompts and many steps: it is a difference of two times."""
     rng = np.random.default_rng(batch)
     many = [ask(rng, num_prompt=num_prompt, num_output=num_steps + 1) for _ in range(batch)]
     one = [ask(rng, num_prompt=num_prompt, num_output=1) for _ in range(batch)]
@@ -53,7 +53,7 @@ def decode_rate(engine: LocalEngine, *, batch: int, num_prompt: int, num_steps: 
 
 
 def whole_rate(engine: LocalEngine, *, batch: int, num_output: int) -> float:
-    """Output tokens per second with their prefill."""
+    """Output tokens per second, prefill included."""
     rng = np.random.default_rng(batch)
     return output_rate(engine, [ask(rng, num_prompt=NUM_PROMPT, num_output=num_output) for _ in range(batch)])
 
@@ -112,7 +112,7 @@ def make_engine(weights: WeightFormat, clock: Clock) -> LocalEngine:
 
 
 def measure(engine: LocalEngine, bars: Sequence[Bar], turns: int, console: Console) -> dict[str, list[float]]:
-    """All bars once a turn."""
+    """Measure all bars once per turn."""
     values: dict[str, list[float]] = {bar.name: [] for bar in bars}
     for turn in range(turns):
         for bar in bars:
@@ -122,7 +122,7 @@ def measure(engine: LocalEngine, bars: Sequence[Bar], turns: int, console: Conso
 
 
 def show(values: dict[str, list[float]], weights: str, console: Console) -> None:
-    """Best of each beside its bar."""
+    """Print the best of each beside its bar."""
     table = Table("figure", "best", "all", "bar", "met", title=f"{weights} weights")
     for bar in BARS:
         if seen := values.get(bar.name):
@@ -134,7 +134,7 @@ def show(values: dict[str, list[float]], weights: str, console: Console) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write. Exit 0 whether or not the bars are met: a benchmark reports."""
+    """Measure, print, write. The exit code is 0 whether or not the bars are met: a benchmark only reports."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.bars", description=__doc__)
     parser.add_argument("--weights", choices=("bf16", "int8", "int8-weights"), default="bf16")
     parser.add_argument("--only", action="append", choices=[bar.name for bar in BARS], help="may be repeated")

@@ -55,7 +55,8 @@ QUICK = Effort(repeats=1, first_tokens=256, decode_tokens=16, batch_tokens=8, mi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Something that each side is measured on. legs: requests at once, each timed. figure: of the legs' seconds."""
+    """Something that each side is measured on. legs: requests sent at once, each leg timed. figure: computed from the
+    legs' seconds."""
 
     name: str
     unit: str
@@ -64,7 +65,8 @@ class Workload:
 
 
 def workloads(effort: Effort) -> list[Workload]:
-    """Those of the table. A rate of decoding is that of what comes after first tokens: two legs, one without it."""
+    """The workloads of the table. A decode rate is the rate after first tokens, measured by two legs, one of which ends
+    with the first token."""
     rng, more = np.random.default_rng(0), effort.decode_tokens
 
     def asks(count: int, num_prompt: int, num_output: int) -> list[Ask]:
@@ -109,7 +111,8 @@ def _rate(num_tokens: int, seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A side and what it is compared with. rival_of: the name of our side with weights of its size; "" for ours."""
+    """A side and what it is compared with. rival_of: the name of our side with weights of the same size; "" for our
+    own."""
 
     side: Side
     rival_of: str = ""
@@ -117,7 +120,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One workload. seconds: by side, of each leg, those of every turn. figures: of the least seconds of each leg,
+    """One workload. seconds: by side, for each leg those of every turn. figures: from the least seconds of each leg,
     which other work on the machine disturbed least. ratios: how many times better ours is, by rival."""
 
     workload: str
@@ -130,7 +133,7 @@ class Line:
 def measure(
     entries: Sequence[Entry], wanted: Sequence[Workload], repeats: int, tell: Callable[[str], None]
 ) -> list[Line]:
-    """Every side once a turn, on the same requests; who begins changes."""
+    """Measure every side once per turn, on the same requests; a different side begins each time."""
     seconds: dict[str, dict[str, list[list[float]]]] = {
         each.name: {entry.side.name: [[] for _ in each.legs] for entry in entries} for each in wanted
     }
@@ -165,7 +168,7 @@ def our_side(shape: Shape, weights: WeightFormat, clock: Clock) -> LocalEngine:
 
 
 def all_entries(shape: Shape, threads: int, clock: str, tell: Callable[[str], None]) -> list[Entry]:
-    """Every side that there is here; a sentence for each of the others."""
+    """Every side that is available here; for each of the others a sentence is printed."""
     entries, ours = [], dict[WeightFormat, str]()
     for weights in (WeightFormat.BF16, WeightFormat.INT8):
         try:
@@ -179,7 +182,7 @@ def all_entries(shape: Shape, threads: int, clock: str, tell: Callable[[str], No
     theirs = TransformersPadded(make_transformers(shape.config, torch.bfloat16), clock=CLOCKS[clock])
     theirs.name = "transformers, bf16 weights"
     entries.append(Entry(side=theirs, rival_of=plain))
-    missing = dict[str, None]()  # each reason once
+    missing = dict[str, None]()  # a set that keeps order: each reason once
     for start in (openvino, llama):
         for weights_name, rival in (("f16", plain), ("q8_0", rounded)):
             try:
@@ -192,8 +195,8 @@ def all_entries(shape: Shape, threads: int, clock: str, tell: Callable[[str], No
 
 
 def warm(entries: Sequence[Entry], asks: Sequence[Ask], tell: Callable[[str], None]) -> list[Entry]:
-    """Those that answer; each has served once before it is measured. A peer that fails is left out in a sentence: not
-    every one bears to be held back."""
+    """The entries that answer, each warmed up by one round of requests. A peer that fails is left out, and a sentence
+    says so: not all of them work with fewer instructions."""
     ready = []
     for entry in entries:
         try:
@@ -208,7 +211,7 @@ def warm(entries: Sequence[Entry], asks: Sequence[Ask], tell: Callable[[str], No
 
 
 def show(lines: Sequence[Line], machine: Machine, limits: Limits | None, console: Console) -> None:
-    """The class and its limits, then the table."""
+    """Print the CPU's class and limits, then the table."""
     console.print(f"class of this CPU, as far as it is used: {cpu_isa().word}")
     if limits is not None:
         huge = "no huge pages here" if limits.huge_gb_s is None else f"{limits.huge_gb_s:.1f} GB/s from huge pages"
@@ -227,7 +230,7 @@ def show(lines: Sequence[Line], machine: Machine, limits: Limits | None, console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write. Exit 0 whoever is faster: a benchmark reports."""
+    """Measure, print, write. The exit code is 0 whoever is faster: a benchmark only reports."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.compare", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short turn of each, about a minute")
     parser.add_argument("--repeats", type=int, help="turns of each side")

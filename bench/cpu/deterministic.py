@@ -31,7 +31,7 @@ MAX_MODEL_LEN = 2304
 
 
 def compare_modes(threads: int, shape: str) -> dict[str, object]:
-    """Decode at batch 1, prefills, sixteen mixed requests, by mode; processor time where threads is 1."""
+    """Decode at batch 1, prefills and sixteen mixed requests, by mode; processor time if threads is 1."""
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
     folder = Path("out") / f"checkpoint-{shape}"
@@ -41,7 +41,7 @@ def compare_modes(threads: int, shape: str) -> dict[str, object]:
     print(this_machine().line(), flush=True)
     sides = {mode: _side(folder, MODES[mode], clock) for mode in MODES}
     turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    for turn in range(TURNS):  # by turns, so that what else the machine does falls on both
+    for turn in range(TURNS):  # in turns, so that other work on the machine affects both
         for mode, side in sides.items():
             rng = np.random.default_rng(turn)
             prefills = {f"prefill {length} ms": prefill_ms(side, rng, num_prompt=length) for length in PROMPTS}

@@ -1,7 +1,7 @@
-"""What this CPU can do at best, measured: bytes read a second, from small and from huge pages, and products a second in
-the types that matrices are multiplied in. As OCTAVO_CPU_ISA bounds it (set before torch is imported).
+"""Measures what this CPU can do at best: bytes read per second, from small and from huge pages, and arithmetic per
+second in the types that matrices are multiplied in. OCTAVO_CPU_ISA limits it (if set before torch is imported).
 
-Must not know: models, sides. With the clock of the processor, on one thread: what others leave of it is not counted.
+Must not know: models, sides. With the processor's clock, use one thread: time that others take is then not counted.
 """
 
 import mmap
@@ -16,14 +16,14 @@ import torch
 from bench.cpu.workloads import Clock
 
 READ_BYTES = 1 << 30  # far beyond any cache
-ROWS, SIZE = 512, 2048  # of a product: enough of both for every kernel
+ROWS, SIZE = 512, 2048  # of a product: large enough for every kernel
 TURNS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """GB/s and GFLOP/s (of int8: GOP/s, as torch multiplies them), the best of a few turns. huge_gb_s None: the system
-    gives no huge pages. products: by type; a type that torch cannot multiply here is left out."""
+    """GB/s and GFLOP/s (for int8 GOP/s, as torch multiplies them), the best of a few turns. huge_gb_s None: the system
+    provides no huge pages. products: by type, without types that torch cannot multiply here."""
 
     read_gb_s: float
     huge_gb_s: float | None
@@ -31,7 +31,7 @@ class Limits:
 
 
 def measure_limits(clock: Clock, *, read_bytes: int = READ_BYTES, size: int = SIZE) -> Limits:
-    """Some seconds of work on all of torch's threads."""
+    """Measure the limits, with some seconds of work on all of torch's threads."""
     huge = getattr(mmap, "MADV_HUGEPAGE", None)
     return Limits(
         read_gb_s=_read_gb_s(clock, read_bytes, getattr(mmap, "MADV_NOHUGEPAGE", None)),

@@ -1,5 +1,5 @@
-"""Octavo without its network as one of the sides that are compared on a CPU: the real engine, scheduler, block manager
-and runner in one thread of this process.
+"""Octavo without its network, as one of the sides compared on a CPU: the real engine, scheduler, block manager and
+runner in one thread of this process.
 
 Must not know: the other sides, what is measured.
 """
@@ -20,7 +20,7 @@ MAX_BATCH_TOKENS = 512
 
 
 class LocalEngine:
-    """One of the sides. The prefix cache is off, so that nothing is saved by asking twice."""
+    """One of the sides. The prefix cache is off, so that repeated prompts save nothing."""
 
     name = "octavo"
 
@@ -55,7 +55,7 @@ class LocalEngine:
         return self._clock() - start_s
 
     def outputs(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """The tokens of each. Raises RuntimeError where an output has another length than was asked for."""
+        """The tokens of each request. Raises RuntimeError if an output does not have the requested length."""
         sampling = [(ask.prompt_ids_T, {"max_tokens": ask.num_output, "ignore_eos": True}) for ask in asks]
         outputs = self._engine.outputs(sampling)
         if [len(output) for output in outputs] != [ask.num_output for ask in asks]:

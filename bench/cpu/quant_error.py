@@ -26,7 +26,7 @@ PIECE_TOKENS = 512
 
 
 def pieces(folder: Path, texts: list[Path], max_tokens: int) -> list[list[int]]:
-    """Token ids of the texts, cut; of the recorded answers where there are none."""
+    """Token ids of the texts, cut into pieces; those of the recorded answers if there are no texts."""
     if not texts:
         return [answer["prompt_ids"] + answer["ids"] for answer in recorded(folder)]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -42,7 +42,7 @@ def recorded(folder: Path) -> list[dict[str, list[int]]]:
 
 
 def table(rows: dict[str, RoundingError]) -> str:
-    """Markdown."""
+    """The table in Markdown."""
     lines = [
         "| rounded | perplexity | logits, relative error | divergence, nats | same first choice | greedy, equal |",
         "|---|---|---|---|---|---|",

@@ -35,8 +35,8 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Milliseconds of a step of so many rows. read_gb_s: of the weights, by the products. of_plain_read: that beside a
-    plain read of the same bytes in turns with it."""
+    """Milliseconds of a step with this many rows. read_gb_s: rate at which the products read weights. of_plain_read:
+    its ratio to a plain read of the same bytes, made in turns with it."""
 
     rows: int
     step_ms: float
@@ -48,7 +48,7 @@ class Parts:
 
 
 class CpuStep:
-    """A packed model and sequences of one context that decode together. Each method does its part once."""
+    """A packed model, and sequences with equal contexts that decode together. Each method does its part once."""
 
     def __init__(self, model: CausalLM, *, rows: int, context: int, num_steps: int) -> None:
         self._model, self._backend = model, get_backend("sdpa")
@@ -65,7 +65,7 @@ class CpuStep:
         self._q_TNH = torch.randn(rows, config.num_attention_heads, config.head_dim).to(model.dtype)
 
     def whole(self) -> None:
-        """A step, with the tokens of the one before."""
+        """A step, with the tokens of the previous one."""
         rows = self._sequences.step({s: [token] for s, token in self._last.items()})
         _, tokens_T = largest(self._model.logits(torch.cat(list(rows.values()))))
         self._last = dict(enumerate(tokens_T.tolist()))
@@ -76,7 +76,7 @@ class CpuStep:
             linear(self._x[linear.num_inputs])
 
     def read(self) -> None:
-        """Every weight of a step once, where products of our own multiply them."""
+        """Read every weight of a step once that our own products multiply."""
         for linear in self._products:
             if linear.panels is not None:
                 linear.panels.panels.view(-1).view(torch.int64).sum()
@@ -89,19 +89,19 @@ class CpuStep:
 
     @property
     def weight_bytes(self) -> int:
-        """That a step reads."""
+        """Bytes of weights that a step reads."""
         return sum(linear.packed_bytes or linear.weight.numel() * 2 for linear in self._products)
 
 
 def ms(work: Callable[[], None], clock: Clock) -> float:
-    """Milliseconds of it, once."""
+    """Milliseconds of doing the work once."""
     start_s = clock()
     work()
     return 1e3 * (clock() - start_s)
 
 
 def measure(model: CausalLM, *, rows: int, context: int, num_steps: int, clock: Clock) -> Parts:
-    """Whole steps and parts in turns."""
+    """Measure whole steps and their parts in turns."""
     step = CpuStep(model, rows=rows, context=context, num_steps=num_steps)
     works = (step.read, step.whole, step.products, step.attention)
     turns = [[ms(work, clock) for work in works] for _ in range(num_steps)]

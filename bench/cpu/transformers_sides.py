@@ -1,4 +1,4 @@
-"""transformers' `generate` as one of the sides that are compared on a CPU: all requests as one padded batch.
+"""transformers' `generate` as one of the sides compared on a CPU: all requests as one padded batch.
 
 Must not know: our side, what is measured.
 """
@@ -17,7 +17,7 @@ from octavo.model.config import ModelConfig
 
 
 def make_transformers(config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Its model of the same shape with random weights of its own, SDPA attention, and no end token."""
+    """transformers' model of the same shape with its own random weights, SDPA attention, and no end token."""
     logging.set_verbosity_error()
     torch.manual_seed(0)
     theirs = TransformersConfig(

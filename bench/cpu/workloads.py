@@ -1,4 +1,4 @@
-"""What is asked of the sides that are compared on a CPU: prompts and output lengths, and the seconds that they took.
+"""Requests to the sides compared on a CPU (prompts and output lengths), and figures from the seconds that they took.
 
 Must not know: the sides.
 """
@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 Clock = Callable[[], float]
-"""Seconds; differences count. The wall's, or this process's own processor time where others use the machine."""
+"""Seconds, of which only differences matter: wall time, or this process's processor time if others use the machine."""
 
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -20,7 +20,7 @@ LARGEST_ID = 10_000  # prompts are random ids below it
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ask:
-    """One request: random prompt ids (int32) and how many tokens must come out, whatever they are."""
+    """One request: random prompt ids (int32), and exactly how many tokens to generate."""
 
     prompt_ids_T: np.ndarray
     num_output: int
@@ -32,7 +32,7 @@ class Side(Protocol):
     name: str
 
     def serve(self, asks: Sequence[Ask]) -> float:
-        """Answer all, at once as far as the side can; seconds until the last token."""
+        """Answer all requests, concurrently as far as the side can; seconds until the last token."""
 
 
 def ask(rng: np.random.Generator, *, num_prompt: int, num_output: int) -> Ask:
@@ -48,17 +48,17 @@ def mixed(rng: np.random.Generator, *, count: int, shortest: int, longest: int) 
 
 
 def decode_ms(side: Side, rng: np.random.Generator, *, num_prompt: int, num_output: int) -> float:
-    """Milliseconds per token at batch 1: what num_output tokens more cost than the first."""
+    """Milliseconds per token at batch 1, from the time that num_output tokens take after the first one."""
     many_s = side.serve([ask(rng, num_prompt=num_prompt, num_output=num_output + 1)])
     one_s = side.serve([ask(rng, num_prompt=num_prompt, num_output=1)])
     return 1e3 * (many_s - one_s) / num_output
 
 
 def prefill_ms(side: Side, rng: np.random.Generator, *, num_prompt: int) -> float:
-    """Milliseconds to the first token of a prompt alone."""
+    """Milliseconds to the first token of a single prompt."""
     return 1e3 * side.serve([ask(rng, num_prompt=num_prompt, num_output=1)])
 
 
 def output_rate(side: Side, asks: Sequence[Ask]) -> float:
-    """Output tokens per second of all requests together; tokens that nobody asked for do not count."""
+    """Output tokens per second of all requests together, not counting tokens that were not requested."""
     return sum(each.num_output for each in asks) / side.serve(asks)

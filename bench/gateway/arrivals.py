@@ -23,7 +23,7 @@ from octavo.cli.serve.ports import free_port
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """in_rounds: tokens wait for each other while the gateway is busy."""
+    """in_rounds: whether tokens are sent in rounds while the gateway is busy."""
 
     num_requests: int
     num_slots: int
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(eq=False)
 class Slots:
-    """The stand-in worker: a token a step for as many requests as there are slots, in the order of their coming."""
+    """The stand-in worker: in each step a token for as many requests as there are slots, in order of arrival."""
 
     load: Load
     waiting: deque[Any] = field(default_factory=deque)
@@ -42,12 +42,12 @@ class Slots:
     num_steps: int = 0
 
     def on_run(self, run: Any) -> None:
-        """A request came in."""
+        """Add a request that has arrived."""
         self.waiting.append(run)
         self.arrived_s.append(time.monotonic())
 
     async def run(self, token_id: int) -> None:
-        """Until all requests are done. A step that is late by less than 50 ms is made up for."""
+        """Run until all requests are done. Delays of less than 50 ms are made up for."""
         running: list[tuple[Any, int]] = []
         due_s, num_done = 0.0, 0
         while num_done < self.load.num_requests:
@@ -107,7 +107,7 @@ def serve(address: str, load: Load, pipe: Any) -> None:
 
 
 async def read_streams(address: str, load: Load, pipe: Any) -> dict[str, Any]:
-    """The client: every request at once, the time of every message."""
+    """The client: sends all requests at once, records the time of every message."""
     from octavo import AsyncClient
     from octavo.cli.bench.load import Job, drive
     from octavo.cli.bench.report import latencies_ms

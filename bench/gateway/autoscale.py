@@ -34,8 +34,8 @@ TRACE = Path("../shared/data/traces/AzureLLMInferenceTrace_conv.csv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One worker, roughly a 32B model on one H100: tokens of prompts a second, seconds of a step, and for each that
-    runs in it; outputs at once; KV tokens; seconds until a new one takes requests."""
+    """One worker, roughly a 32B model on one H100: prompt tokens per second; seconds of a step, and seconds more for
+    each output in it; outputs at once; KV tokens; seconds until a new worker takes requests."""
 
     prefill_tokens_per_s: float = 8000.0
     step_s: float = 0.022
@@ -76,7 +76,8 @@ class Worker:
         return max(self.held / self.machine.kv_tokens, len(self.left) / self.machine.max_num_seqs)
 
     def run(self, now_s: float, waits: list[float]) -> int:
-        """One tick; how many outputs became complete. waits: gets what those that begin now have waited."""
+        """Simulate one tick; returns how many outputs became complete. waits: gets the waits of requests that begin
+        now."""
         machine, budget_s = self.machine, TICK_S - self.debt_s
         began: list[Arrival] = []
         while self.waiting and budget_s > 0 and len(self.left) + len(began) < machine.max_num_seqs:
@@ -85,7 +86,7 @@ class Worker:
                 break
             arrival = self.waiting.popleft()
             self.held += size
-            waits.append(max(0.0, now_s + TICK_S - budget_s - arrival.time_s))  # to its first step
+            waits.append(max(0.0, now_s + TICK_S - budget_s - arrival.time_s))  # until its first step
             budget_s -= arrival.prompt_tokens / machine.prefill_tokens_per_s
             began.append(arrival)
         if began:
@@ -103,8 +104,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A day. gpu_hours: of all workers, from the start of each to its end. flaps: changes that were taken back within
-    ten minutes. changes: in all."""
+    """The result of a day. gpu_hours: of all workers, from the start of each to its end. flaps: changes that were
+    reversed within ten minutes. changes: their total number."""
 
     name: str
     num_requests: int
@@ -119,7 +120,7 @@ class Result:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """The trace, from its first request on."""
+    """The trace, with times relative to its first request."""
     with path.open(newline="") as file:
         rows = [(_seconds(row["TIMESTAMP"]), row) for row in csv.DictReader(file)]
     start_s = rows[0][0]
@@ -132,12 +133,13 @@ def _seconds(text: str) -> float:
 
 
 def share_at(time_s: float) -> float:
-    """Of the trace's pace, by the time of day: 0.15 at four in the morning, 1 at four in the afternoon."""
+    """Share of the trace's requests to keep, by time of day: 0.15 at four in the morning, 1 at four in the
+    afternoon."""
     return 0.575 - 0.425 * math.cos(2 * math.pi * (time_s / 3600 - 4) / 24)
 
 
 def a_day(trace: Sequence[Arrival], *, hours: float, pace: float, seed: int = 1) -> Iterator[Arrival]:
-    """The trace again and again, pace times as dense, thinned by the time of day."""
+    """The trace repeated, pace times as dense, thinned by the time of day."""
     dice = np.random.default_rng(seed)
     length_s = (trace[-1].time_s + 1.0) / pace
     for turn in range(math.ceil(hours * 3600 / length_s)):
@@ -159,7 +161,7 @@ def simulate(
     fixed: int = 0,
     policy: AutoscalePolicy | None = None,
 ) -> Result:
-    """A fixed number of workers, or what the policy chooses."""
+    """Simulate with a fixed number of workers, or with the number that the policy chooses."""
     first = fixed or (policy.floor if policy else 1)
     workers = [Worker(machine=machine, ready_s=0.0) for _ in range(first)]
     course = Course(wanted=first)
@@ -204,7 +206,7 @@ def simulate(
 
 
 def _seen(workers: Sequence[Worker], waits: Sequence[float], recent: "deque[tuple[float, int, int]]") -> Demand:
-    """As `demand_of` has it from a snapshot."""
+    """The demand, as `demand_of` computes it from a snapshot."""
     last = waits[recent[0][1] :]
     pace = max(sum(each[2] for each in recent) / WINDOW_S, 1.0)
     waiting = sum(len(each.waiting) for each in workers)
@@ -218,14 +220,14 @@ def _resize(workers: list[Worker], wanted: int, machine: Machine, now_s: float) 
     staying = [each for each in workers if not each.is_leaving]
     for each in staying[wanted:]:
         each.is_leaving = True
-        for arrival in each.waiting:  # it hands over what it has not begun
+        for arrival in each.waiting:  # a leaving worker hands over what it has not begun
             staying[0].waiting.append(arrival)
         each.waiting.clear()
     workers += [Worker(machine=machine, ready_s=now_s + machine.start_s) for _ in range(wanted - len(staying))]
 
 
 def count_flaps(changes: Sequence[tuple[float, int]]) -> int:
-    """Changes that go the other way than the one before, within ten minutes."""
+    """Changes within ten minutes of the one before that go in the other direction."""
     return sum(a[1] * b[1] < 0 and b[0] - a[0] < FLAP_S for a, b in itertools.pairwise(changes))
 
 

@@ -1,6 +1,6 @@
-"""Conversations over OpenAI's HTTP interface: seeded, the same for whatever stands there, each turn with all before it.
+"""Seeded conversations over OpenAI's HTTP interface, the same for any server; each turn sends everything before it.
 
-A caller asks, reads the answer as it comes, thinks, and asks the next question; a conversation is a thread. Must not
+A caller asks, reads the streamed answer, thinks, and asks the next question; each conversation is a thread. Must not
 know: what routes, what computes.
 """
 
@@ -25,8 +25,8 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """systems: so many system prompts, each shared by equally many conversations. answer: tokens. think_s: mean of an
-    exponential distribution; begin_s: conversations begin within so many seconds."""
+    """systems: number of system prompts, each shared by equally many conversations. answer: in tokens. think_s: mean of
+    an exponential distribution. begin_s: conversations begin within this many seconds."""
 
     conversations: int = 64
     turns: int = 6
@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What its caller says, and when: seconds from the start, then after each answer."""
+    """What the caller says, and when: seconds from the start, then after each answer."""
 
     system: str
     questions: tuple[str, ...]
@@ -47,7 +47,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What came of one question. first_s: from the request to its first token. error: empty where it was answered."""
+    """The outcome of one question. first_s: from the request to its first token. error: empty if it was answered."""
 
     number: int
     first_s: float
@@ -58,7 +58,8 @@ class Turn:
 
 @cache
 def words() -> tuple[tuple[int, str], ...]:
-    """Token ids and texts, each with the space before it: in any order they are the same tokens again once read."""
+    """Token ids and their texts, each with a leading space, so that their texts in any order are tokenized to the same
+    ids."""
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     texts = ((token_id, tokenizer.decode([token_id])) for token_id in range(tokenizer.get_vocab_size()))
     found = ((token_id, text) for token_id, text in texts if text[:1] == " " and text[1:].isascii())
@@ -67,7 +68,7 @@ def words() -> tuple[tuple[int, str], ...]:
 
 
 def draw(seed: int, shape: Shape) -> list[Conversation]:
-    """The same for the same seed."""
+    """Random conversations; the same seed gives the same ones."""
     rng = random.Random(seed)
     texts = [text for _, text in words()]
 
@@ -89,7 +90,7 @@ def draw(seed: int, shape: Shape) -> list[Conversation]:
 
 
 def hold(port: int, conversations: Sequence[Conversation], answer: int) -> list[Turn]:
-    """All of them side by side, at 127.0.0.1:port; returns once the last one has ended."""
+    """Hold all conversations concurrently at 127.0.0.1:port; returns once the last one has ended."""
     turns: list[Turn] = []
     threads = [
         threading.Thread(target=_converse, args=(port, each, answer, turns), daemon=True) for each in conversations
@@ -116,7 +117,7 @@ def _converse(port: int, conversation: Conversation, answer: int, turns: list[Tu
 
 
 def ask(port: int, messages: Sequence[dict[str, str]], answer: int, number: int = 0) -> tuple[Turn, str]:
-    """One question. Raises ValueError where the answer is no stream or ends early, OSError, HTTPException."""
+    """Ask one question. Raises ValueError if the answer is not a stream or ends early, OSError, HTTPException."""
     body = {
         "model": MODEL,
         "messages": list(messages),

@@ -34,13 +34,13 @@ class HastyRing(KeyRing):
     """The negative control: stops at the first match."""
 
     def find(self, key: str) -> KeyEntry | None:
-        """As one would write it first."""
+        """Find a key in the naive way."""
         digest = digest_of(key)
         return next((entry for entry in self._entries if entry.digest == digest), None)
 
 
 def presented(known: list[str]) -> dict[str, Callable[[], str]]:
-    """Keys to present, by what they have in common with the known ones; all of one length."""
+    """Makers of keys to present, by what the keys have in common with the known ones; all have one length."""
     middle = known[len(known) // 2]
     return {
         "nothing": new_key,
@@ -51,7 +51,7 @@ def presented(known: list[str]) -> dict[str, Callable[[], str]]:
 
 
 def time_ring(ring: KeyRing, kinds: dict[str, Callable[[], str]], num_samples: int) -> Samples:
-    """Nanoseconds of `find`, kinds in random order."""
+    """Nanoseconds of `find`, with the kinds in random order."""
     samples: Samples = {kind: [] for kind in kinds}
     for _ in range(num_samples):
         for kind in random.sample(list(kinds), len(kinds)):
@@ -99,8 +99,8 @@ async def _refusal_ns(call: Any, key: str) -> int:
 
 
 def welch(one: list[int], other: list[int]) -> dict[str, float]:
-    """t and two-sided p (normal, for thousands of samples), of the samples below their common 95th percentile: above it
-    are the machine's interruptions."""
+    """t and two-sided p (normal approximation, for thousands of samples) of the samples below their common 95th
+    percentile: those above are interruptions by the machine."""
     bound = statistics.quantiles([*one, *other], n=20)[-1]
     one, other = [each for each in one if each <= bound], [each for each in other if each <= bound]
     spread = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
@@ -110,7 +110,7 @@ def welch(one: list[int], other: list[int]) -> dict[str, float]:
 
 
 def compare(samples: Samples) -> dict[str, dict[str, float]]:
-    """Every kind against the keys that share nothing."""
+    """Compare every kind with the keys that share nothing."""
     return {kind: welch(samples["nothing"], samples[kind]) for kind in samples if kind != "nothing"}
 
 

@@ -1,4 +1,4 @@
-"""A gateway without workers, for benches of the gateway alone: a stand-in takes its requests and says the tokens.
+"""A gateway without workers, for benches of the gateway alone: a stand-in takes its requests and supplies the tokens.
 
 Must not know: what is asked, what is measured.
 """
@@ -28,7 +28,8 @@ async def lone_gateway(
     on_run: Callable[[FakeRun], None] | None = None,
     connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008  (frozen)
 ) -> AsyncIterator[tuple[Gateway, FakePool]]:
-    """It listens until the block ends. files: of the tokenizer. on_run: called with each request as it comes."""
+    """A gateway that listens until the block ends. files: of the tokenizer. on_run: called with each request as it
+    comes."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     pool = FakePool(views=[worker_view(card=card, capacity=CAPACITY)], on_run=on_run)
     config = GatewayConfig(

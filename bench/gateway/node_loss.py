@@ -28,7 +28,7 @@ ENDLESS = ("--oracle-eos-every=1000000",)
 
 
 class Streams:
-    """Callers that read at once, each in a thread of its own."""
+    """Callers that read concurrently, each in its own thread."""
 
     def __init__(self, target: str, number: int, num_tokens: int) -> None:
         self.got: list[list[int]] = [[] for _ in range(number)]

@@ -17,7 +17,7 @@ import psutil
 from octavo.cli.serve.ports import free_port
 
 STREAMS_A_CHANNEL = 100
-MOST_OPENING = 256  # so that callers, who share the cores, do not wait for each other
+MOST_OPENING = 256  # so that callers, which share the cores, do not wait for each other
 TIMEOUT_S = 300.0
 
 
@@ -77,7 +77,7 @@ def serve(address: str, num_streams: int, pipe: Any) -> None:
 
 
 async def read_streams(address: str, num_streams: int, num_steps: int, pipe: Any) -> dict[str, float]:
-    """The callers: every step is read by all before the next one is asked for."""
+    """The callers: all have read a step before the next one is requested."""
     import grpc
 
     from octavo.v1 import common_pb2, inference_pb2_grpc
@@ -104,7 +104,7 @@ async def read_streams(address: str, num_streams: int, num_steps: int, pipe: Any
     async def told(reading: "asyncio.Future[Any]") -> Any:
         while not pipe.poll():
             if reading.done():
-                reading.result()  # raises what ended a stream before its time
+                reading.result()  # raises the error that ended a stream early
             await asyncio.sleep(0.01)
         return pipe.recv()
 

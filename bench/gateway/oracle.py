@@ -30,19 +30,19 @@ PROMPT = 16
 SERVICE = "octavo.v1.InferenceService"
 START_TIMEOUT_S = 60.0
 MODEL = Path(__file__).resolve().parents[2] / "model" / "embedded" / "folio-chat"
-_MAX_LATE_S = 0.1  # steps that are late are made up for, if they are not later than that
+_MAX_LATE_S = 0.1  # delays up to this are made up for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """reads_back: the oracle's tokens, else any."""
+    """reads_back: whether tokens are the oracle's; else arbitrary ones."""
 
     steps_per_s: float
     reads_back: bool
 
 
 def worker_process(endpoints: tuple[str, ...], pace: Pace, num_streams: int, times: Path) -> None:
-    """A worker at a fixed pace, which writes down when each request's tokens were known."""
+    """A worker at a fixed pace that records when each request's tokens were known."""
     import numpy as np
 
     from octavo.worker.config import RunnerKind, WorkerConfig
@@ -141,7 +141,7 @@ async def read_streams(ports: list[int], num_streams: int, num_tokens: int) -> d
 
 
 def added_ms(known: dict[str, list[float]], arrived: dict[str, list[tuple[float, int]]]) -> dict[str, float]:
-    """Percentiles over all tokens."""
+    """Percentiles, over all tokens, of the milliseconds from known to arrived."""
     added: list[float] = []
     for name, messages in arrived.items():
         times, position = known[name], 0
@@ -173,7 +173,7 @@ def measure(num_gateways: int, num_streams: int, pace: Pace, seconds: float) -> 
             arrived = asyncio.run(read_streams(ports, num_streams, num_tokens))
             shares = cpu.shares(time.monotonic() - start_s)
         finally:
-            for process in (worker, *gateways):  # the worker first: it writes its times when it leaves
+            for process in (worker, *gateways):  # the worker first: it writes its times when it ends
                 os.kill(process.pid or 0, signal.SIGTERM)
                 process.join(30)
         known = json.loads(times.read_text())
@@ -197,14 +197,14 @@ def measure(num_gateways: int, num_streams: int, pace: Pace, seconds: float) -> 
 
 
 class Cpu:
-    """CPU seconds of processes and of this one, from now on."""
+    """CPU seconds of these processes and of this one, from now on."""
 
     def __init__(self, processes: list[Any]) -> None:
         self._processes = [psutil.Process(process.pid) for process in processes] + [psutil.Process()]
         self._before = self._now()
 
     def shares(self, seconds: float) -> list[float]:
-        """Of a core each."""
+        """The share of a core that each used."""
         return [round((now - before) / seconds, 2) for now, before in zip(self._now(), self._before, strict=True)]
 
     def _now(self) -> list[float]:

@@ -27,11 +27,11 @@ from bench.gateway.policies import BLOCK, POLICIES, Asked, Policy, names_of
 from bench.gateway.stand_ins import Pace, Room
 
 HEARTBEAT_MS = 200.0
-NOT_HERE = {"late_ms", "max_waiting"}  # of the stand-ins, and of no matter to the choice
+NOT_HERE = {"late_ms", "max_waiting"}  # settings of the stand-ins that do not affect the choice
 
 
 class Worker:
-    """Its blocks and its queue."""
+    """A simulated worker: its blocks and its queue."""
 
     def __init__(self, number: int, room: Room, pace: Pace, answer: int, policy: Policy) -> None:
         self.number, self._room, self._pace, self._answer, self._policy = number, room, pace, answer, policy
@@ -48,7 +48,7 @@ class Worker:
         return self._room.num_blocks - len(self._held) - len(self._cached) - self._num_own
 
     def plan(self) -> tuple[list[tuple[Asked, int]], float]:
-        """(request, prompt tokens) of a step, and the ms it takes."""
+        """(request, prompt tokens) pairs of the next step, and the milliseconds that it takes."""
         decoding = [each for each in self.running if each.num_computed == each.num_prompt]
         left, steps = self._room.max_batch_tokens - len(decoding), [(each, 0) for each in decoding]
         for each in [*self.running, *self.waiting]:
@@ -65,7 +65,7 @@ class Worker:
         return steps, self._pace.step_ms + self._pace.prompt_token_us / 1e3 * num_tokens
 
     def compute(self, asked: Asked, num_tokens: int) -> None:
-        """Prompt tokens, or a token of the answer."""
+        """Compute prompt tokens, or a token of the answer."""
         asked.num_computed += num_tokens
         self._store(asked, asked.num_computed)
         if asked.num_computed == asked.num_prompt:
@@ -117,7 +117,7 @@ class Worker:
 
 
 class Simulation:
-    """One run: workers, callers, and what happens next. done: the turns that were answered."""
+    """One run: workers, callers, and pending events. done: the turns that were answered."""
 
     def __init__(
         self, seed: int, policy: str, *, shape: Shape, room: Room, pace: Pace, num_workers: int, noise_ms: float
@@ -131,7 +131,7 @@ class Simulation:
         self._order = count()
 
     def run(self) -> None:
-        """Until every turn of every conversation is answered."""
+        """Run until every turn of every conversation is answered."""
         systems: dict[int, list[int]] = defaultdict(lambda: self._words(SYSTEM_WORDS))
         self._beat(0.0)
         for number in range(self._shape.conversations):

@@ -1,6 +1,7 @@
-"""Ways to choose a worker for a request: our router, alone and one for each of several gateways, and others beside it.
+"""Ways to choose a worker for a request: our router, alone or in each of several gateways, and others to compare.
 
-Fed as a gateway is: with what workers store and forget, first tokens, ends, heartbeats. Must not know: time, workers.
+They learn what a gateway learns: stored and evicted blocks, first tokens, ends, heartbeats. Must not know: time,
+workers.
 """
 
 import random
@@ -21,7 +22,7 @@ BLOCK = 16
 
 @dataclass(eq=False, kw_only=True)
 class Asked:
-    """One turn: prompt and answer so far. lacking: tokens that its router thinks have to be computed."""
+    """One turn: the prompt, and the answer so far. lacking: tokens that the router expects to be computed."""
 
     conversation: int
     turn: int
@@ -34,18 +35,18 @@ class Asked:
     num_computed: int = 0
     num_said: int = 0
     first_ms: float = 0.0
-    names: list[int] = field(default_factory=list)  # of its blocks, as far as they are stored
-    num_own: int = 0  # blocks that it holds and that are not stored yet
+    names: list[int] = field(default_factory=list)  # of its blocks that are stored
+    num_own: int = 0  # blocks that it holds but that are not stored yet
 
 
 class Policy:
-    """What sends requests to workers; listens to nothing."""
+    """Sends requests to workers. This base class ignores all events."""
 
     def __init__(self, num_workers: int, room: Room) -> None:
         self.num_workers, self.room = num_workers, room
 
     def route(self, asked: Asked) -> int:
-        """The worker that gets it."""
+        """The worker that gets the request."""
         raise NotImplementedError
 
     def on_stored(self, worker: int, name: int, parent: int, token_ids: Sequence[int]) -> None: ...
@@ -56,7 +57,7 @@ class Policy:
 
 
 class Lot(Policy):
-    """Drawn."""
+    """A random worker."""
 
     def __init__(self, num_workers: int, room: Room) -> None:
         super().__init__(num_workers, room)
@@ -67,7 +68,7 @@ class Lot(Policy):
 
 
 class Sticky(Policy):
-    """By what was sent where."""
+    """By what was sent to which worker."""
 
     def __init__(self, num_workers: int, room: Room) -> None:
         super().__init__(num_workers, room)
@@ -133,7 +134,8 @@ class Ours(Policy):
 
 
 class Several(Policy):
-    """Gateways with our router each; a conversation stays with one. Each knows what is cached, and what it sent."""
+    """Several gateways, each with our router; a conversation stays with one. Each knows what is cached and what it
+    sent."""
 
     def __init__(self, num_workers: int, room: Room, *, num_gateways: int) -> None:
         super().__init__(num_workers, room)
@@ -165,7 +167,7 @@ class Several(Policy):
 
 
 class Told(Several):
-    """The same, each told at once of what the others sent: at best what sharing loads could give."""
+    """The same, but each learns at once what the others sent: the best that sharing loads could achieve."""
 
     def __init__(self, num_workers: int, room: Room, *, num_gateways: int) -> None:
         super().__init__(num_workers, room, num_gateways=num_gateways)
@@ -174,9 +176,9 @@ class Told(Several):
 
 
 class Dynamo(Lot):
-    """The cost of NVIDIA Dynamo's KV router with its defaults, as its documentation has it: blocks that have to be
-    computed at a worker, those of requests before this one included, and blocks that its requests would hold, once for
-    all who share them, without what they answer. CREDIT: of a block that is cached. ACTIVE: of one that is held."""
+    """The cost function of NVIDIA Dynamo's KV router with its defaults, according to its documentation: blocks that a
+    worker has to compute, those of earlier requests included, and blocks that its requests would hold, shared ones
+    counted once, answers left out. CREDIT: for a cached block. ACTIVE: for a held one."""
 
     CREDIT, ACTIVE = 1.0, 1.0
 
@@ -222,7 +224,7 @@ class Dynamo(Lot):
 
 
 class DynamoByPrompt(Dynamo):
-    """The same without what requests hold."""
+    """The same without the blocks that requests hold."""
 
     ACTIVE = 0.0
 
@@ -237,7 +239,7 @@ POLICIES: dict[str, Callable[[int, Room], Policy]] = {
 
 
 def names_of(token_ids: Sequence[int]) -> list[int]:
-    """A name for each whole block, by all that is before it."""
+    """A name for each whole block, which depends on all tokens up to its end."""
     names, name = list[int](), 0
     for begin in range(0, len(token_ids) - BLOCK + 1, BLOCK):
         name = hash((name, *token_ids[begin : begin + BLOCK]))

@@ -20,16 +20,16 @@ from octavo.cli.serve.ports import free_port
 from octavo.gateway.auth.authenticator import digest_of, new_key
 
 PROMPT_TOKENS = 640
-VOCABULARY = 4000  # ids of the embedded model that are ordinary text
+VOCABULARY = 4000  # ids below this are ordinary text for the embedded model
 
 
 def prompt() -> list[int]:
-    """Random ids: never seen before."""
+    """Random ids, never seen before."""
     return [random.randrange(100, VOCABULARY) for _ in range(PROMPT_TOKENS)]
 
 
 def first_token_s(client: Client, ids: list[int]) -> tuple[float, int]:
-    """Seconds to the first token, and what the service says that it had cached."""
+    """Seconds to the first token, and the number of cached tokens that the service reports."""
     begin_s = time.perf_counter()
     stream = client.stream(token_ids=ids, max_tokens=1, output="token_ids", temperature=0.0, timeout_s=60)
     for _ in stream.deltas():
@@ -39,7 +39,7 @@ def first_token_s(client: Client, ids: list[int]) -> tuple[float, int]:
 
 
 def area(hits: list[float], misses: list[float]) -> float:
-    """How often a hit was quicker than a miss: Mann-Whitney's U over its largest value."""
+    """How often a hit was faster than a miss: Mann-Whitney's U divided by its largest value."""
     ranked = sorted([(each, 0) for each in hits] + [(each, 1) for each in misses])
     num_hits, quicker = 0, 0
     for _, kind in ranked:
@@ -49,7 +49,7 @@ def area(hits: list[float], misses: list[float]) -> float:
 
 
 def probe(victim: Client, prober: Client, num_pairs: int) -> dict[str, float]:
-    """The area, and the cached tokens that the prober was told of."""
+    """The area, and the cached tokens that were reported to the prober."""
     hits, misses, told = list[float](), list[float](), 0
     for _ in range(num_pairs):
         asked, fresh = prompt(), prompt()

@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a routed service is asked: port of its HTTP interface, ports of its workers' metrics."""
+    """A routed service: port of its HTTP interface, ports of its workers' metrics."""
 
     port: int
     worker_ports: tuple[int, ...]
@@ -61,7 +61,7 @@ class Place:
 
 @contextmanager
 def of_gateway(setting: Setting, folder: Path, policy: str) -> Iterator[Place]:
-    """One gateway in front of all workers, and our front before it."""
+    """One gateway in front of all workers, with our front before it."""
     taken: set[int] = set()
     port, grpc_port = free_port("127.0.0.1", taken), free_port("127.0.0.1", taken)
     endpoint = f"ipc://{folder}/gateway.sock"
@@ -74,7 +74,7 @@ def of_gateway(setting: Setting, folder: Path, policy: str) -> Iterator[Place]:
 
 @contextmanager
 def services(setting: Setting, folder: Path) -> Iterator[tuple[list[str], tuple[int, ...]]]:
-    """A gateway for each worker; their addresses, and the workers' metrics."""
+    """A gateway for each worker: the gateways' addresses, and the ports of the workers' metrics."""
     taken: set[int] = set()
     grpc_ports = [free_port("127.0.0.1", taken) for _ in range(setting.workers)]
     endpoints = [f"ipc://{folder}/gateway-{number}.sock" for number in range(setting.workers)]
@@ -87,7 +87,7 @@ def services(setting: Setting, folder: Path) -> Iterator[tuple[list[str], tuple[
 
 @contextmanager
 def of_smg(setting: Setting, folder: Path) -> Iterator[Place]:
-    """Raises NoEnvironment where smg cannot be had."""
+    """smg in front of services. Raises NoEnvironment if smg is not available."""
     python = interop_python("smg")
     with services(setting, folder) as (targets, ports), smg(python, folder, targets, "--policy=cache_aware") as url:
         yield Place(port=int(url.rpartition(":")[2]), worker_ports=ports)
@@ -95,7 +95,7 @@ def of_smg(setting: Setting, folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def of_dynamo(setting: Setting, folder: Path, *flags: str) -> Iterator[Place]:
-    """flags: of its frontend. Raises NoEnvironment where Dynamo cannot be had."""
+    """Dynamo in front of services. flags: for its frontend. Raises NoEnvironment if Dynamo is not available."""
     python, inside = interop_python("dynamo"), folder / "dynamo"
     inside.mkdir()
     with services(setting, folder) as (targets, ports), dynamo(python, inside, targets, *flags) as front:
@@ -125,7 +125,7 @@ def _workers(
 
 
 def _wait_until_taken(ports: Sequence[int]) -> None:
-    """Until a gateway has every worker."""
+    """Wait until a gateway has every worker."""
     deadline_s = time.monotonic() + START_S
     for port in ports:
         while not _is_ready(port):
@@ -143,7 +143,7 @@ def _is_ready(port: int) -> bool:
 
 
 def _wait_until_answered(port: int) -> None:
-    """Until the interface answers a question."""
+    """Wait until the interface answers a question."""
     deadline_s, problem = time.monotonic() + START_S, ""
     while time.monotonic() < deadline_s:
         try:
@@ -173,7 +173,7 @@ def measure(router: str, seed: int, setting: Setting) -> dict[str, Any]:
 
 
 def _again(port: int) -> float:
-    """First token of a question that every worker was asked before, with nobody else about, s."""
+    """Seconds to the first token of a question that every worker was asked before, with no other load."""
     turn, _ = ask(port, [{"role": "user", "content": "Hello."}], 1)
     return turn.first_s
 
@@ -183,7 +183,7 @@ def _computed(port: int) -> float:
 
 
 def figures(turns: Sequence[Turn], computed: Sequence[float]) -> dict[str, Any]:
-    """Of one run. computed: prompt tokens that each worker computed."""
+    """The figures of one run. computed: prompt tokens that each worker computed."""
     answered = [turn for turn in turns if not turn.error]
     prompt = sum(turn.prompt_tokens for turn in answered)
     first_ms = [1e3 * turn.first_s for turn in answered]
@@ -202,7 +202,7 @@ def figures(turns: Sequence[Turn], computed: Sequence[float]) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """A line for each router: means over the seeds, with the worst of each."""
+    """A line for each router: means over the seeds, and the worst."""
     lines = [
         f"{'router':<18}{'runs':>5}{'answered':>10}{'hit, receipts':>22}{'hit, workers':>14}"
         f"{'first token p50':>18}{'p99 (worst)':>20}{'way':>8}{'busiest worker':>16}"
@@ -225,7 +225,7 @@ def _mean(runs: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def main() -> None:
-    """Every router on every seed, in turns; another one begins each time."""
+    """Run every router with every seed, in turns; a different one begins each time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS), metavar="ROUTER")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -257,7 +257,7 @@ def main() -> None:
                 continue
             try:
                 runs.append(measure(router, seed, setting))
-            except (NoEnvironment, TimeoutError, AssertionError) as error:  # that one; the others go on
+            except (NoEnvironment, TimeoutError, AssertionError) as error:  # report it; the others continue
                 missing[router] = str(error)
                 continue
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)

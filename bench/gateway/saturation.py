@@ -43,21 +43,21 @@ START_S = 90.0
 PROMPT = 16
 LATE_MS = 200.0
 ARRIVED = 0.95
-IDLE = 0.05  # of the machine: less of it idle is none
+IDLE = 0.05  # of the machine: less than this counts as no idle cores
 READY = 0.9
-"""Share of the time that a thread ran or waited for a core, from which on it is at its end."""
+"""A thread that ran or waited for a core for at least this share of the time is saturated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """By the busiest thread of a process and by all of them, in seconds. waited_s: it was ready and had no core."""
+    """CPU seconds of a process's busiest thread and of all its threads. waited_s: time it was ready but had no core."""
 
     thread_s: float
     waited_s: float
     all_s: float
 
     def minus(self, former: "Used") -> "Used":
-        """Since then."""
+        """The difference to a former reading."""
         return Used(
             thread_s=self.thread_s - former.thread_s,
             waited_s=self.waited_s - former.waited_s,
@@ -66,7 +66,7 @@ class Used:
 
 
 def used(pid: int) -> Used:
-    """Since the process began, as Linux counts it (schedstat)."""
+    """The usage since the process began, as Linux counts it (schedstat)."""
     threads = [(0.0, 0.0)]
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended
@@ -77,7 +77,7 @@ def used(pid: int) -> Used:
 
 
 def limiter(arrived: float, spent: Mapping[str, Sequence[Used]], seconds: float, *, idle: float) -> str:
-    """What was at its end. arrived: share of what was asked for. idle: share of the machine's cores."""
+    """What was saturated. arrived: share of the requested tokens. idle: share of the machine's cores."""
     if arrived >= ARRIVED:
         return "pace"
     if idle < IDLE and max(_wanted(each, seconds) for of in spent.values() for each in of) < READY:
@@ -95,7 +95,7 @@ def _wanted(each: Used, seconds: float) -> float:
 
 
 def call(ports: Sequence[int], names: Sequence[str], num_tokens: int, barrier: Any, results: Any) -> None:
-    """A caller's process: reads its streams, and tells tokens, messages, first and last time, and what it used."""
+    """A caller's process: reads its streams; reports tokens, messages, first and last time, and CPU usage."""
     import grpc
 
     from octavo.v1 import common_pb2, inference_pb2_grpc
@@ -134,7 +134,7 @@ def call(ports: Sequence[int], names: Sequence[str], num_tokens: int, barrier: A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """streams: of each worker."""
+    """streams: per worker."""
 
     streams: int
     steps_per_s: float
@@ -165,7 +165,7 @@ def measure(num_workers: int, num_gateways: int, load: Load) -> dict[str, Any]:
 
 
 def _wait_for_all(ports: Sequence[int], metrics: Sequence[int]) -> None:
-    """Until every gateway serves and has every worker."""
+    """Wait until every gateway serves and has every worker."""
     for port in ports:
         wait_until_serving(f"127.0.0.1:{port}", SERVICE, timeout_s=START_S)
     deadline_s = time.monotonic() + START_S
@@ -231,7 +231,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Every number of workers behind every number of gateways."""
+    """Measure every number of workers behind every number of gateways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -247,7 +247,7 @@ def main() -> None:
         for num_workers in given.workers:
             try:
                 runs.append(measure(num_workers, num_gateways, load))
-            except TimeoutError as error:  # on a busy machine a start may take too long; the others go on
+            except TimeoutError as error:  # on a busy machine a start may take too long; the others continue
                 print(f"{num_workers} workers, {num_gateways} gateways: {error}", file=sys.stderr)
                 continue
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ TIMEOUT_S = 10.0
 
 
 def serve(kind: str, pipe: Connection) -> None:
-    """In a process: say the port, then how late the loop was between two words, and the CPU seconds."""
+    """In a process: send the port, then how late the loop was between two messages, and the CPU seconds."""
     meters = GatewayMeters()
     for n in range(4):
         meters.of_model(f"model-{n}")
@@ -48,7 +48,7 @@ def serve(kind: str, pipe: Connection) -> None:
 
 
 async def ticks(pipe: Connection) -> list[float]:
-    """How late each tick was, until a word comes."""
+    """How late each tick was, until a message comes."""
     late_s: list[float] = []
     while not pipe.poll():
         due_s = time.perf_counter() + TICK_S
@@ -59,7 +59,7 @@ async def ticks(pipe: Connection) -> list[float]:
 
 @contextmanager
 def process(kind: str) -> Iterator[Connection]:
-    """It serves until the block ends."""
+    """A process that serves until the block ends."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=serve, args=(kind, theirs), daemon=True)
@@ -72,7 +72,7 @@ def process(kind: str) -> Iterator[Connection]:
 
 
 def scrape(port: int) -> float:
-    """Its seconds; infinite where no page came."""
+    """Seconds of one scrape; infinite if no page came."""
     begin_s = time.perf_counter()
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as answer:
@@ -83,7 +83,7 @@ def scrape(port: int) -> float:
 
 
 def measure(kind: str, num_scrapers: int, num_scrapes: int) -> str:
-    """One line."""
+    """The line of one run."""
     with process(kind) as pipe, ThreadPoolExecutor(num_scrapers) as threads:
         port = pipe.recv()
         pipe.send("go")

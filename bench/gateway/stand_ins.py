@@ -1,7 +1,7 @@
-"""Processes of a service whose model is a stand-in: gateways, fronts, and workers that take the time of a model.
+"""Processes of a service without a real model: gateways, fronts, and workers that take as long as a model would.
 
 The workers are real (scheduler, block manager with its prefix cache, engine loop, link); only the runner computes
-nothing: it sleeps as long as a model of the given pace takes for the step, and says words. Must not know: what is
+nothing: it sleeps as long as a model of the given pace takes for the step, and outputs words. Must not know: what is
 asked, what is measured.
 """
 
@@ -22,22 +22,22 @@ POLICIES = ("ours", "random", "round robin")
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long a step takes: so many ms, and so many µs for each of its prompt tokens. late_ms: by so much a step may
-    be late and be made up for by those after it."""
+    """How long a step takes: milliseconds, plus microseconds for each of its prompt tokens. late_ms: a delay of up to
+    this is made up for by the following steps."""
 
     step_ms: float = 10.0
     prompt_token_us: float = 100.0
     late_ms: float = 0.0
 
     def ends_s(self, begun_s: float, former_s: float, num_prompt_tokens: int) -> float:
-        """When a step ends that was begun then; former_s: when the one before it was to end."""
+        """When a step begun at begun_s ends. former_s: when the one before was due to end."""
         begun_s = max(former_s, begun_s - self.late_ms / 1e3)
         return begun_s + self.step_ms / 1e3 + self.prompt_token_us / 1e6 * num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Of each worker."""
+    """Limits of each worker."""
 
     num_blocks: int
     max_num_seqs: int = 64
@@ -48,7 +48,7 @@ class Room:
 def serve_worker(
     endpoints: tuple[str, ...], worker_id: str, model: str, pace: Pace, room: Room, token_ids: Sequence[int], port: int
 ) -> None:
-    """Until SIGTERM; its metrics are at 127.0.0.1:port. Each output says the same words in the same order."""
+    """Serve until SIGTERM, with metrics at 127.0.0.1:port. Each output has the same words in the same order."""
     import numpy as np
 
     from octavo.worker.config import RunnerKind, WorkerConfig
@@ -94,7 +94,7 @@ def serve_worker(
 
 
 def serve_gateway(port: int, endpoint: str, policy: str) -> None:
-    """Until SIGTERM. policy: one of POLICIES; those that are not ours know neither loads nor prefixes."""
+    """Serve until SIGTERM. policy: one of POLICIES; all but our own know neither loads nor prefixes."""
     from octavo.gateway.config import GatewayConfig, LogFormat
     from octavo.gateway.main import main
     from octavo.gateway.workers import pool
@@ -120,7 +120,7 @@ def serve_gateway(port: int, endpoint: str, policy: str) -> None:
 
 
 def serve_front(port: int, targets: tuple[str, ...]) -> None:
-    """OpenAI's HTTP interface in front of gateways, until SIGTERM."""
+    """Serve OpenAI's HTTP interface in front of gateways until SIGTERM."""
     from octavo.gateway.front.main import FrontConfig, main
 
     main(FrontConfig(targets=targets, host="127.0.0.1", port=port, log_format="json", log_level="error"))
@@ -128,7 +128,7 @@ def serve_front(port: int, targets: tuple[str, ...]) -> None:
 
 @contextmanager
 def running(*calls: tuple[Any, ...]) -> Iterator[list[SpawnProcess]]:
-    """(function, arguments…) each in a process of its own; stopped at the end, the last one first."""
+    """Run each (function, arguments…) in a process of its own; stopped at the end, the last one first."""
     context = mp.get_context("spawn")
     processes = [context.Process(target=function, args=arguments) for function, *arguments in calls]
     for process in processes:

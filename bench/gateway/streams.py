@@ -23,7 +23,7 @@ MAX_TOKENS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """num_streams outputs at once, each gets one token per step."""
+    """num_streams concurrent outputs, each of which gets one token per step."""
 
     num_streams: int
     steps_per_s: float
@@ -40,7 +40,7 @@ def cpu_s() -> float:
 
 
 async def emit_steps(pool: Any, load: Load, token_ids: list[int], report: dict[str, Any]) -> None:
-    """The stand-in worker: waits for all streams, then makes steps on time; late steps are made at once."""
+    """The stand-in worker: waits for all streams, then steps at a fixed rate; overdue steps are made at once."""
     while len(pool.runs) < load.num_streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     sinks = [run.sink for run in pool.runs]
@@ -89,7 +89,7 @@ def serve(address: str, load: Load, loop_kind: str, pipe: Any) -> None:
 
 
 def octavo_calls(load: Load) -> Callable[[Any], Any]:
-    """Generate of octavo.v1 on a channel."""
+    """Calls Generate of octavo.v1 on a channel."""
     from octavo.v1 import common_pb2, inference_pb2_grpc
     from octavo.v1 import inference_pb2 as pb
 
@@ -101,7 +101,7 @@ def octavo_calls(load: Load) -> Callable[[Any], Any]:
 
 
 def vllm_calls(load: Load) -> Callable[[Any], Any]:
-    """Generate of VllmEngine on a channel; ids only."""
+    """Calls Generate of VllmEngine on a channel; ids only."""
     from smg_grpc_proto import vllm_engine_pb2 as pb
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
@@ -110,7 +110,7 @@ def vllm_calls(load: Load) -> Callable[[Any], Any]:
 
 
 async def read_streams(address: str, load: Load) -> dict[str, Any]:
-    """The client: reads every stream, takes the time of every message."""
+    """The client: reads every stream and records the time of every message."""
     import grpc
 
     options = [("grpc.use_local_subchannel_pool", 1)]
@@ -123,7 +123,7 @@ async def read_streams(address: str, load: Load) -> dict[str, Any]:
     begin_cpu_s, begin_s = cpu_s(), time.monotonic()
     arrivals = await asyncio.gather(*(one(index) for index in range(load.num_streams)))
     share = (cpu_s() - begin_cpu_s) / (time.monotonic() - begin_s)
-    gaps = [b - a for times in arrivals for a, b in pairwise(times[1:-1])]  # Deltas only
+    gaps = [b - a for times in arrivals for a, b in pairwise(times[1:-1])]  # only Deltas
     for channel in channels:
         await channel.close()
     return {

@@ -29,14 +29,14 @@ TIMER_S = 0.001
 
 @dataclass
 class Lag:
-    """Of the present phase."""
+    """Lags in the current phase."""
 
     lags_ms: list[float] = field(default_factory=list)
     own_ms: list[float] = field(default_factory=list)  # without waiting for a core
     busy_ms: list[float] = field(default_factory=list)  # CPU time of the loop's thread
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Record lags until cancelled."""
         while True:
             waited_ns = core_wait_ns()
             due_s, cpu_s = time.monotonic() + TIMER_S, time.thread_time()
@@ -46,7 +46,7 @@ class Lag:
             self.busy_ms.append(1e3 * (time.thread_time() - cpu_s))
 
     def take(self) -> dict[str, float]:
-        """Figures so far, and start anew."""
+        """The figures so far; starts anew."""
         lags, own, busy = self.lags_ms, self.own_ms, self.busy_ms
         self.lags_ms, self.own_ms, self.busy_ms = [], [], []
         return {
@@ -60,7 +60,7 @@ class Lag:
 
 
 def _at(values: list[float], percent: float) -> float:
-    """Rounded; 0 where the phase was over at once."""
+    """The percentile, rounded; 0 if the phase was over at once."""
     return round(percentile(values, percent), 2) if values else 0.0
 
 
@@ -71,7 +71,7 @@ def core_wait_ns() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """num_requests of num_tokens each, so many at once; outputs come in steps of step_tokens."""
+    """num_requests of num_tokens each, several at once; outputs come in steps of step_tokens."""
 
     tokenizer: Path
     num_requests: int
@@ -125,13 +125,13 @@ def gateway_process(address: str, work: Work, pipe: Any) -> None:
 
 
 def texts(work: Work) -> list[str]:
-    """Of at least num_tokens tokens each."""
+    """Texts of at least num_tokens tokens each."""
     dice = random.Random(0)
     return [" ".join(dice.choices(WORDS, k=work.num_tokens)) for _ in range(work.num_requests)]
 
 
 async def in_parallel(jobs: Sequence[Callable[[], Awaitable[int]]], limit: int) -> int:
-    """All jobs, so many at once; the sum of what they count."""
+    """Run all jobs, at most limit at once; the sum of their counts."""
     gate = asyncio.Semaphore(limit)
 
     async def one(job: Callable[[], Awaitable[int]]) -> int:
@@ -142,7 +142,7 @@ async def in_parallel(jobs: Sequence[Callable[[], Awaitable[int]]], limit: int) 
 
 
 async def phases(address: str, work: Work, pipe: Any) -> list[dict[str, Any]]:
-    """Tokenize, Detokenize, Generate with text, chat and stop strings."""
+    """The phases: Tokenize, Detokenize, Generate with text, chat and stop strings."""
     import grpc
 
     from octavo.v1 import inference_pb2 as pb
@@ -197,7 +197,7 @@ async def phases(address: str, work: Work, pipe: Any) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Exit code: 1 where the loop was blocked for longer than the limit."""
+    """The exit code: 1 if the loop was blocked for longer than the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, default=EMBEDDED, help="folder with tokenizer.json")
     parser.add_argument("--requests", type=int, default=1000)

@@ -65,7 +65,7 @@ class Callers:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Call during the block."""
+        """Make calls during the block."""
         self._thread.start()
         try:
             yield
@@ -134,7 +134,7 @@ def watching(page_port: int, num_pages: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Processes that run. page_port: of the first gateway's page."""
+    """The running processes. page_port: of the first gateway's page."""
 
     ports: list[int]
     page_port: int
@@ -147,7 +147,7 @@ class Service:
 
 @contextmanager
 def running_service(given: argparse.Namespace) -> Iterator[Service]:
-    """Gateways and a worker, until the block ends."""
+    """Run gateways and a worker until the block ends."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as made:
         run_dir = Path(made) / "run"
@@ -178,7 +178,7 @@ def running_service(given: argparse.Namespace) -> Iterator[Service]:
 
 
 def measure_interval(service: Service, callers: Callers, *, num_pages: int, seconds: float) -> tuple[float, float, str]:
-    """Tokens per second, µs of CPU per token, and what the pages got, in words; while so many pages are open."""
+    """With num_pages pages open: tokens per second, µs of CPU per token, and what the pages got, in words."""
     with watching(service.page_port, num_pages) as sizes:
         time.sleep(SETTLE_S)
         begin_s, tokens, cpu_s = time.monotonic(), callers.num_tokens, service.cpu_s()
@@ -190,7 +190,7 @@ def measure_interval(service: Service, callers: Callers, *, num_pages: int, seco
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Prints everything."""
+    """Measure all intervals and print them."""
     rows: dict[str, list[tuple[float, float]]] = {"unwatched": [], "watched": []}
     with running_service(given) as service:
         callers = Callers(service.ports, given.streams)

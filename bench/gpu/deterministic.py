@@ -31,7 +31,7 @@ PREFILLS = [(1, 512), (1, 8192), (8, 2048)]
 
 
 def compare_modes(shape: str) -> dict[str, object]:
-    """Milliseconds of steps, tokens per second of nano bench, by mode."""
+    """Milliseconds of steps and tokens per second of nano bench, by mode."""
     found: dict[str, object] = {"device": torch.cuda.get_device_name(), "shape": shape}
     steps = gpu_steps(shape)
     found["ms"] = steps
@@ -46,7 +46,7 @@ def compare_modes(shape: str) -> dict[str, object]:
 
 
 def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
-    """By mode and name. Both modes read the same weights, pool and rows."""
+    """Milliseconds by mode and name. Both modes read the same weights, pool and rows."""
     bench = Bench(shape)
     fast = bench.decode, bench.mixed
     bench.choose_ways()
@@ -64,7 +64,7 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
 
 
 def nano_rate(shape: str, mode: Deterministic) -> float:
-    """Output tokens per second of nano bench, seed 0, behind one turn that warms up."""
+    """Output tokens per second of nano bench with seed 0, after one warm-up turn."""
     config = CudaRunnerConfig(
         num_blocks=20_000,
         block_size=BLOCK_SIZE,

@@ -1,4 +1,5 @@
-"""The CUDA device that is measured: whether there is one, its clock, its copy rate, its memory, and kernels by time.
+"""The CUDA device that is measured: whether there is one, timing by its events, its copy rates, its memory, and kernels
+by time.
 
 Must not know: models, steps.
 """
@@ -12,7 +13,7 @@ import torch
 
 
 def elapsed_ms(run: Callable[[], object], count: int) -> float:
-    """Milliseconds per call, by events."""
+    """Milliseconds per call, by CUDA events."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(count):
@@ -23,13 +24,13 @@ def elapsed_ms(run: Callable[[], object], count: int) -> float:
 
 
 def need_cuda() -> None:
-    """Raises SystemExit with one line where this machine has no CUDA device."""
+    """Raises SystemExit with one line if this machine has no CUDA device."""
     if not torch.cuda.is_available():
         raise SystemExit("error: this measures a CUDA device, and torch finds none here")
 
 
 def copy_rate() -> float:
-    """Bytes a second of a copy of 1 GiB on the device, read and written bytes counted."""
+    """Bytes per second of copying 1 GiB on the device, counting both read and written bytes."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
@@ -38,7 +39,7 @@ def copy_rate() -> float:
 
 
 def host_copy_rates() -> tuple[float, float]:
-    """Bytes a second of a plain copy of 256 MiB to pinned host memory, and back."""
+    """Bytes per second of a plain copy of 256 MiB to pinned host memory, and back."""
     on_device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     pinned = torch.empty_like(on_device, device="cpu", pin_memory=True)
     pinned.copy_(on_device)
@@ -48,7 +49,7 @@ def host_copy_rates() -> tuple[float, float]:
 
 
 def free_memory() -> None:
-    """Give back what nobody refers to any more, frozen objects among it."""
+    """Free memory that nothing refers to any more, also that of frozen objects."""
     gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
@@ -56,7 +57,7 @@ def free_memory() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """total_us: of all its launches together."""
+    """A kernel. total_us: of all its launches together."""
 
     name: str
     total_us: float
@@ -64,7 +65,7 @@ class Kernel:
 
 
 def kernels_of(work: Callable[[], object]) -> list[Kernel]:
-    """Those that the work launches, the one with most time first."""
+    """The kernels that the work launches, the one that takes most time first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()

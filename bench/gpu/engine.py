@@ -33,18 +33,18 @@ FIRST_LENGTHS = (16, 512, 2048, 8192, 30_000)
 MODEL_LEN = 32_768
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 HOST_BATCHES = (1, 64, 256)
-WIDEST = 1024  # running at once: more than other workloads have slots for
+WIDEST = 1024  # rows at once: more than the slots of other workloads
 Figures = dict[str, float]
 
 
 class Report:
-    """found: everything noted so far."""
+    """found: all figures noted so far."""
 
     def __init__(self) -> None:
         self.found: dict[str, Figures] = {}
 
     def note(self, name: str, value: float | Figures, *, floor_ms: float | None = None) -> None:
-        """Keep and print it. value: milliseconds, or figures with `seconds` among them where there is a floor."""
+        """Keep and print a figure. value: milliseconds, or figures, which include `seconds` if there is a floor."""
         figures = dict(value) if isinstance(value, dict) else {"ms": value}
         if floor_ms is not None:
             ms = figures["ms"] if "ms" in figures else 1e3 * figures["seconds"]
@@ -55,7 +55,7 @@ class Report:
 
 
 def measure(arguments: argparse.Namespace, max_batch_tokens: int, bytes_per_s: float) -> dict[str, Figures]:
-    """All figures of one token budget; the widest batch with a runner of its own."""
+    """All figures of one token budget; the widest batch gets a runner of its own."""
     make = partial(
         make_runner, arguments.shape, max_batch_tokens=max_batch_tokens, max_model_len=arguments.max_model_len
     )
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, max_batch_tokens: int, bytes_per_s: f
 
 
 def measure_runner(runner: CudaRunner, report: Report, floors: Floors, arguments: argparse.Namespace) -> None:
-    """What was asked for, one after the other, over one runner."""
+    """Measure what was asked for, one after the other, with one runner."""
     only = arguments.only
     if "nano" in only:
         measure_nano(runner, report, floors, arguments.seeds)
@@ -90,9 +90,9 @@ def measure_runner(runner: CudaRunner, report: Report, floors: Floors, arguments
 
 
 def measure_nano(runner: CudaRunner, report: Report, floors: Floors, seeds: list[int]) -> None:
-    """Every seed, and once more with the prefix cache, which finds nothing."""
+    """Measure every seed, and once more with the prefix cache, which finds nothing."""
     engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
-    nano(engine, 99)  # libraries choose their kernels once
+    nano(engine, 99)  # warm-up: libraries choose their kernels
     for seed in seeds:
         report.note(f"nano seed {seed}", nano(engine, seed), floor_ms=nano_floor_ms(floors, seed))
     engine = GpuEngine(runner, prefix_cache=PrefixCache.ON)
@@ -100,12 +100,12 @@ def measure_nano(runner: CudaRunner, report: Report, floors: Floors, seeds: list
 
 
 def nano_floor_ms(floors: Floors, seed: int) -> float:
-    """Of the requests of this seed."""
+    """The floor for the requests of this seed."""
     return floors.serve_ms(nano_lengths(np.random.default_rng(seed)))
 
 
 def measure_first_tokens(engine: GpuEngine, report: Report, floors: Floors, max_model_len: int) -> None:
-    """Of prompts that fit."""
+    """Measure first tokens of prompts that fit."""
     for length in FIRST_LENGTHS:
         if length >= max_model_len:
             print(f"  first token of {length}: longer than --max-model-len", flush=True)
@@ -115,7 +115,7 @@ def measure_first_tokens(engine: GpuEngine, report: Report, floors: Floors, max_
 
 
 def profile(engine: GpuEngine, seed: int) -> None:
-    """Where the device's time goes in a nano bench, by kernel."""
+    """Print where the device's time goes in nano bench, by kernel."""
     kernels = kernels_of(partial(nano, engine, seed))
     total_us = sum(kernel.total_us for kernel in kernels)
     print(f"-- kernels of nano bench, {total_us / 1e3:.0f} ms of the device in all")

@@ -54,7 +54,7 @@ class Reference:
         self.device = device
 
     def generate(self, prompts: list[np.ndarray], num_output: int) -> list[list[int]]:
-        """Outputs, those of one length together."""
+        """The outputs; prompts of the same length are batched together."""
         found: dict[int, list[int]] = {}
         for length in sorted({len(prompt) for prompt in prompts}):
             which = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
@@ -67,15 +67,15 @@ class Reference:
         return [found[i] for i in range(len(prompts))]
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """float32 logits behind these tokens, on the CPU."""
+        """float32 logits after these tokens, on the CPU."""
         return self.model(torch.tensor([ids], device=self.device), logits_to_keep=1).logits[0, -1].float().cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where an output leaves the reference's. gap: reference's logit of its own choice less that of ours. spacing: of
-    bf16 numbers at that size. fp32_gap: the same gap by an fp32 forward pass. noise: largest error of the reference's
-    bf16 logits there."""
+    """Where an output first differs from the reference's. gap: the reference's logit of its own choice minus that of
+    ours. spacing: of bf16 numbers of that size. fp32_gap: the same gap in an fp32 forward pass. noise: largest error of
+    the reference's bf16 logits there."""
 
     request: int
     num_prompt: int
@@ -89,24 +89,24 @@ class Divergence:
 
     @property
     def is_near_tie(self) -> bool:
-        """Closer than bf16 logits can tell."""
+        """Whether the gap is smaller than bf16 logits can tell."""
         return self.gap <= self.spacing
 
 
 def spacing_of(value: float) -> float:
-    """Between bf16 numbers of this size (8 significant bits)."""
+    """The spacing of bf16 numbers of this size (8 significant bits)."""
     return float(2.0 ** (np.floor(np.log2(max(abs(value), 1e-30))) - 7))
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """The index; None where they are the same."""
+    """The index; None if they are equal."""
     return next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other), None)
 
 
 def divergences(
     prompts: list[np.ndarray], ours: list[list[int]], theirs: list[list[int]], bf16: Reference, fp32: Reference
 ) -> list[Divergence]:
-    """The first of each request that has one."""
+    """The first divergence of each request that has one."""
     found = []
     for request, (prompt, mine, other) in enumerate(zip(prompts, ours, theirs, strict=True)):
         index = first_difference(mine, other)
@@ -132,7 +132,7 @@ def divergences(
 
 
 def show(title: str, num_requests: int, found: list[Divergence]) -> None:
-    """A line of counts, then a line for each divergence."""
+    """Print a line of counts, then a line for each divergence."""
     ties = sum(each.is_near_tie for each in found)
     within = sum(each.gap <= each.noise for each in found)
     print(
@@ -149,7 +149,7 @@ def show(title: str, num_requests: int, found: list[Divergence]) -> None:
 
 
 def prompts_of(count: int, largest_id: int) -> list[np.ndarray]:
-    """Random ids, as many of each length."""
+    """Prompts of random ids, equally many of each length."""
     rng = np.random.default_rng(11)
     return [rng.integers(0, largest_id, LENGTHS[i * len(LENGTHS) // count]).astype(np.int32) for i in range(count)]
 
@@ -157,7 +157,7 @@ def prompts_of(count: int, largest_id: int) -> list[np.ndarray]:
 def serve(
     folder: Path, dtype: torch.dtype, mode: Deterministic, prompts: list[np.ndarray], num_output: int
 ) -> list[list[int]]:
-    """All at once through the engine, by recorded steps."""
+    """Serve all prompts at once through the engine, with recorded steps."""
     config = CudaRunnerConfig(
         num_blocks=8192,
         block_size=BLOCK_SIZE,
@@ -184,7 +184,7 @@ def load_vocab(folder: Path) -> int:
 
 
 def compare_bf16(folder: Path, prompts: list[np.ndarray], num_output: int) -> dict[str, Any]:
-    """Ours in both modes, and transformers' own fp32, against transformers' bf16."""
+    """Compare ours in both modes, and transformers' own fp32, with transformers' bf16."""
     ours = {mode: serve(folder, torch.bfloat16, kind, prompts, num_output) for mode, kind in MODES.items()}
     start_s = time.perf_counter()
     bf16, fp32 = (Reference(folder, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
@@ -199,7 +199,7 @@ def compare_bf16(folder: Path, prompts: list[np.ndarray], num_output: int) -> di
 
 
 def drawn_prompts(folder: Path, count: int) -> list[np.ndarray]:
-    """Texts that the model itself draws, each from a random id on: what it knows how to go on with."""
+    """Texts that the model itself samples, each from a random id: text that it can continue."""
     reference = Reference(folder, torch.float32, "cuda")
     torch.manual_seed(0)
     prompts = prompts_of(count, 6000)
@@ -229,7 +229,7 @@ def compare_fp32(num_requests: int, num_output: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the tables, write the JSON. Raises SystemExit where an fp32 output differs."""
+    """Print the tables, write the JSON. Raises SystemExit if an fp32 output differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--requests", type=int, default=64)

@@ -36,18 +36,18 @@ CACHES = (
     "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
     "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
-"""Variables that name folders of what is compiled or tuned: ours, those of libraries, the driver's."""
+"""Variables that name folders of compiled or tuned kernels: ours, those of libraries, the driver's."""
 SUMS_VARIABLE = "OCTAVO_SUMS"
 SERVICE = "octavo.v1.InferenceService"
 
 
 class BenchError(RuntimeError):
-    """The service or the load generator failed; the message has the end of what it said."""
+    """The service or the load generator failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A running one. start_s: from the command to ready."""
+    """A running service. start_s: from the command until it was ready."""
 
     process: subprocess.Popen[bytes]
     target: str
@@ -55,7 +55,7 @@ class Service:
     start_s: float
 
     def cpu_s(self) -> dict[str, dict[int, float]]:
-        """CPU seconds so far by role and process."""
+        """CPU seconds so far, by role and process."""
         found: dict[str, dict[int, float]] = {"gateway": {}, "worker": {}}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
@@ -69,7 +69,7 @@ class Service:
 
 
 def environment(caches: Path | None = None) -> dict[str, str]:
-    """Settings of a service from outside stay outside, but for how its ranks sum. caches: a folder for all that is
+    """The environment without settings of a service, except how its ranks sum. caches: a folder for everything that is
     compiled or tuned."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name == SUMS_VARIABLE
@@ -79,7 +79,7 @@ def environment(caches: Path | None = None) -> dict[str, str]:
 
 @contextmanager
 def serving(folder: Path, flags: list[str], *, start_timeout_s: float, caches: Path | None = None) -> Iterator[Service]:
-    """`octavo serve FLAGS`, ready. caches: instead of this machine's. Raises BenchError where it never is."""
+    """`octavo serve FLAGS`, ready. caches: used instead of this machine's. Raises BenchError if it never is ready."""
     port, log, begin_s = free_port("127.0.0.1", set()), folder / "service.log", time.monotonic()
     target = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", "--metrics-port=0"]
@@ -97,7 +97,7 @@ def serving(folder: Path, flags: list[str], *, start_timeout_s: float, caches: P
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """By SIGTERM; by force, children too, where that does not do."""
+    """Stop by SIGTERM or, if that fails, by force, children included."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
@@ -128,13 +128,13 @@ def run_load(generator: Path | None, service: Service, folder: Path, flags: list
 
 
 def shares(before_s: dict[int, float], after_s: dict[int, float], seconds: float) -> list[float]:
-    """Cores that each process kept busy, the busiest first: callers' connections do not spread evenly over gateways."""
+    """Cores that each process kept busy, the busiest first, since connections do not spread evenly over gateways."""
     used = [after_s[pid] - before_s.get(pid, 0.0) for pid in after_s]
     return sorted((round(each / seconds, 3) for each in used), reverse=True)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Everything, in one report."""
+    """Measure everything; one report."""
     begin_s = time.monotonic()
     model = arguments.model or write_checkpoint(folder / "random-model", SHAPES[arguments.shape])
     written_s = time.monotonic() - begin_s
@@ -181,7 +181,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print. Raises SystemExit with what was said where the service or the load generator failed."""
+    """Measure and print. Raises SystemExit with the output if the service or the load generator failed."""
     arguments = parse(sys.argv[1:])
     if arguments.device.startswith("cuda"):
         need_cuda()

@@ -30,7 +30,8 @@ PROMPT, OUTPUT, REQUESTS = 128, 65, 32
 
 
 def ms_per_token(seconds: Callable[[int], float]) -> float:
-    """What tokens after the first cost each. seconds: of so many output tokens; the first call is not counted."""
+    """Milliseconds of each token after the first. seconds: time for this many output tokens; its first call is a
+    warm-up."""
     seconds(2)
     return (seconds(OUTPUT) - seconds(1)) / (OUTPUT - 1) * 1e3
 
@@ -48,7 +49,7 @@ def our_ms(engine: GpuEngine, batch: int) -> float:
 
 
 def their_ms(model: Any, batch: int) -> float:
-    """`generate` of a batch of equal prompts: nothing is padded."""
+    """`generate` with a batch of equal prompts, so that nothing is padded."""
     ids_ST = torch.randint(0, 10001, (batch, PROMPT), device="cuda")
     mask_ST = torch.ones_like(ids_ST)
 
@@ -68,7 +69,7 @@ def mixed_lengths() -> np.ndarray:
 
 
 def our_mixed(engine: GpuEngine) -> float:
-    """Output tokens a second, the second time."""
+    """Octavo's output tokens per second, the second time."""
     rng = np.random.default_rng(1)
     for _ in range(2):
         for num_prompt, num_output in mixed_lengths().tolist():
@@ -79,7 +80,7 @@ def our_mixed(engine: GpuEngine) -> float:
 
 def their_mixed(model: Any) -> float:
     """The same through `generate_batch`, which has one output length for all: each prompt gets the longest, and only
-    the tokens that were asked for count."""
+    requested tokens count."""
     rng, lengths = np.random.default_rng(1), mixed_lengths()
     longest = int(lengths[:, 1].max())
     prompts = [rng.integers(0, 10001, length).tolist() for length in lengths[:, 0].tolist()]
@@ -97,7 +98,7 @@ def their_mixed(model: Any) -> float:
 
 
 def main() -> None:
-    """Ours first: its pool takes what memory is free, so theirs is made when it is gone."""
+    """Measure ours first: its pool takes all free memory, so theirs is made after it is gone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

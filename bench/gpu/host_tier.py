@@ -50,14 +50,14 @@ class TimedMail(KeptMail):
         self.first_s: dict[int, float] = {}
 
     def take(self, output: StepOutput) -> None:
-        """Keep all of it."""
+        """Keep everything, and when first tokens came."""
         now_s = time.perf_counter()
         for handle, _ in tokens_of(output):
             self.first_s.setdefault(handle, now_s)
         super().take(output)
 
     def pop_end(self, handle: int) -> Finished:
-        """How an output ended, of those that have. Ends the bench where it failed."""
+        """Take the end of an output that has ended. Ends the bench if the output failed."""
         finished = self.finished.pop(handle)
         if finished.error:
             raise SystemExit(f"error: a request failed: {finished.error} {finished.detail}")
@@ -65,20 +65,20 @@ class TimedMail(KeptMail):
 
 
 class Bench:
-    """One runner, and engines over parts of its pool. with_tier: whether copies may be asked of it."""
+    """One runner, and engines over parts of its pool. with_tier: whether the runner may be asked for copies."""
 
     def __init__(self, runner: Any, *, max_batch_tokens: int, copy_s: float) -> None:
         self.runner = runner
         self.copy_s = copy_s
-        self._copies = getattr(runner, "_host_copies", None)  # of CUDA's runners
+        self._copies = getattr(runner, "_host_copies", None)  # which CUDA runners have
         self._max_batch_tokens = max_batch_tokens
 
     def prompt(self, rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-        """Drawn ids."""
+        """A prompt of random ids."""
         return rng.integers(0, self.runner.config.vocab_size, num_tokens).astype(np.int32)
 
     def engine(self, *, num_blocks: int | None = None, with_tier: bool) -> InProcess:
-        """With an empty cache. Without the tier the runner looks at no copies either."""
+        """An engine with an empty cache. Without the tier the runner does not look for copies either."""
         config = self.runner.config
         host = self.runner.host_blocks
         if self._copies is not None:
@@ -96,7 +96,7 @@ class Bench:
 
 
 def first_token_ms(engine: InProcess, prompt_ids_T: np.ndarray) -> tuple[float, int]:
-    """From the request in the inbox to its token in the outbox, and how many tokens were cached."""
+    """Milliseconds from the request in the inbox to its token in the outbox, and how many tokens were cached."""
     begin_s = time.perf_counter()
     handle = engine.ask(prompt_ids_T, max_tokens=1, ignore_eos=True)
     while handle not in engine.mail.finished:
@@ -106,11 +106,11 @@ def first_token_ms(engine: InProcess, prompt_ids_T: np.ndarray) -> tuple[float, 
 
 
 def measure_again(bench: Bench, long: int, repeats: int) -> Figures:
-    """Two prompts that do not fit at once: each evicts the other."""
+    """Measure two prompts that do not fit at once, so that each evicts the other."""
     rng = np.random.default_rng(1)
     num_blocks = -(-long // BLOCK)
     engine = bench.engine(num_blocks=num_blocks + min(40, num_blocks // 8 + 2), with_tier=True)
-    first_token_ms(engine, bench.prompt(rng, long))  # libraries choose their kernels
+    first_token_ms(engine, bench.prompt(rng, long))  # warm-up: libraries choose their kernels
     prompts = [bench.prompt(rng, long), bench.prompt(rng, long)]
     computed = [first_token_ms(engine, prompt)[0] for prompt in prompts]
     again, cached = [], []
@@ -132,7 +132,7 @@ def measure_again(bench: Bench, long: int, repeats: int) -> Figures:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and when the present turn was asked."""
+    """What was said so far, and when the current turn was sent."""
 
     ids_T: np.ndarray
     turn: int = 0
@@ -151,17 +151,17 @@ class Talk:
 
     @classmethod
     def asked_for(cls, arguments: argparse.Namespace) -> "Talk":
-        """By the command line."""
+        """The shape that the command line asks for."""
         return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
 
     @property
     def longest(self) -> int:
-        """Tokens of one in the end."""
+        """Tokens of one conversation at its end."""
         return self.opening + self.turns * (self.question + self.answer)
 
 
 def converse(bench: Bench, engine: InProcess, talk: Talk) -> Figures:
-    """All of them, each turn as soon as the one before has its answer."""
+    """Hold all conversations, sending each turn as soon as the one before is answered."""
     rng = np.random.default_rng(2)
     under_way: dict[int, Conversation] = {}
     waits_ms: list[float] = []
@@ -207,7 +207,7 @@ def converse(bench: Bench, engine: InProcess, talk: Talk) -> Figures:
 
 
 def measure_conversations(bench: Bench, talk: Talk, share: float, is_late: Callable[[], bool]) -> Any:
-    """Without the tier and with it."""
+    """Measure without the tier and with it."""
     num_blocks = max(-(-talk.longest // BLOCK) + 8, int(share * talk.conversations * talk.longest) // BLOCK)
     found: dict[str, Figures] = {}
     for name, with_tier in (("with", True), ("without", False)):
@@ -225,7 +225,7 @@ def measure_conversations(bench: Bench, talk: Talk, share: float, is_late: Calla
 
 
 def decode_rate(bench: Bench, *, with_tier: bool, num_requests: int, num_tokens: int) -> float:
-    """Tokens per second of requests that all run, from when all of them do."""
+    """Tokens per second, measured from when all requests run."""
     engine, rng = bench.engine(with_tier=with_tier), np.random.default_rng(3)
     for _ in range(num_requests):
         engine.ask(bench.prompt(rng, 64), max_tokens=num_tokens, ignore_eos=True)
@@ -242,7 +242,7 @@ def decode_rate(bench: Bench, *, with_tier: bool, num_requests: int, num_tokens:
 
 
 def measure_idle(bench: Bench, *, rounds: int, num_requests: int, num_tokens: int) -> Figures:
-    """What the tier costs where nothing is copied: rounds in turns, so that a clock that drifts is in both."""
+    """The cost of the tier when nothing is copied: rounds take turns, so that a drifting clock affects both."""
     sizes = {"num_requests": num_requests, "num_tokens": num_tokens}
     decode_rate(bench, with_tier=True, **sizes)
     rates: dict[bool, list[float]] = {True: [], False: []}
@@ -260,7 +260,7 @@ def measure_idle(bench: Bench, *, rounds: int, num_requests: int, num_tokens: in
 
 
 def show(name: str, figures: Figures) -> None:
-    """One line."""
+    """Print one line."""
     cells = [f"{key} {value:.{0 if abs(value) >= 1000 else 2}f}" for key, value in figures.items()]
     print(f"  {name:18s}", "  ".join(cells), flush=True)
 
@@ -269,7 +269,7 @@ def show(name: str, figures: Figures) -> None:
 
 
 def cuda_bench(arguments: argparse.Namespace) -> Bench:
-    """Imports what needs triton."""
+    """A bench on a CUDA device. Imports what needs triton."""
     from bench.gpu.runner import make_runner
     from octavo.worker.runners.cuda.graph_runner import Autotune
 
@@ -288,7 +288,7 @@ def cuda_bench(arguments: argparse.Namespace) -> Bench:
 
 
 def cuda_rates(bench: Bench) -> Figures:
-    """GB/s, by events of the streams themselves."""
+    """GB/s, by events on the copy streams."""
     copies, host = bench.runner._host_copies, bench.runner.host_blocks
     num = min(4 * copies.rows, host.num_blocks // 8, bench.runner.config.num_blocks)
     found: Figures = {"block_bytes": host.row_bytes, "rows": copies.rows}
@@ -317,7 +317,7 @@ def cuda_rates(bench: Bench) -> Figures:
 
 
 def cpu_bench(arguments: argparse.Namespace) -> Bench:
-    """Torch's steps over ordinary memory, to try the bench and to know this machine's copies."""
+    """A bench with torch's steps over ordinary memory, to try the bench and to measure this machine's copies."""
     config = SHAPES[arguments.shape].config
     model = CausalLM.random(config, seed=0)
     longest = max(arguments.long, Talk.asked_for(arguments).longest) + BLOCK
@@ -335,7 +335,7 @@ def cpu_bench(arguments: argparse.Namespace) -> Bench:
 
 
 def cpu_rates(bench: Bench) -> Figures:
-    """GB/s of the runner's own copies, there and back."""
+    """GB/s of the runner's own copies, out and back in."""
     row_bytes = bench.runner.host_blocks.row_bytes
     return {"block_bytes": row_bytes, "both_ways_gb_s": row_bytes / bench.runner.measure_copies() / 1e9}
 
@@ -362,7 +362,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
-    """Print and write everything; what was found."""
+    """Measure, print and write everything; returns the figures."""
     arguments, begin_s = parse(argv), time.perf_counter()
     is_cuda = arguments.device == "cuda"
     if is_cuda:

@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights on the device, taken as a runner takes them.
+"""Models of published shapes with random weights on the device, prepared as a runner prepares them.
 
 Must not know: steps, engines.
 """
@@ -17,11 +17,11 @@ WEIGHTS = {
     "int8": WeightFormat.INT8,
     "int4": WeightFormat.BF16,
 }
-"""How the model's weights are taken; int4 ones are rounded before."""
+"""Formats in which the model's weights are taken; those for int4 are rounded before."""
 
 
 def random_model(config: ModelConfig) -> CausalLM:
-    """bf16 weights drawn on the device: fast, and of a scale that keeps activations finite."""
+    """A model with bf16 weights drawn on the device, which is fast, at a scale that keeps activations finite."""
     model = CausalLM(config, dtype=torch.bfloat16, device="cuda")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -31,14 +31,14 @@ def random_model(config: ModelConfig) -> CausalLM:
 
 
 def round_to_int4(model: CausalLM) -> None:
-    """Every matrix of the layers, as a GPTQ checkpoint would hold it."""
+    """Round every matrix of the layers as a GPTQ checkpoint would hold it."""
     for module in model.layers.modules():
         if isinstance(module, Linear):
             module.hold(round_to_groups(module.weight.data, bits=4, group_size=128))
 
 
 def take_weights(model: CausalLM, weights: str) -> tuple[int, GpuWeights]:
-    """Bytes that a step reads of them, and the weights themselves. weights: a key of WEIGHTS."""
+    """The bytes of weights that a step reads, and the weights. weights: a key of WEIGHTS."""
     if weights == "int4":
         round_to_int4(model)
     taken = GpuWeights.take(model, max_positions=MAX_POSITIONS, weight_format=WEIGHTS[weights])

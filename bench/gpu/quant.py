@@ -56,11 +56,11 @@ EXACTNESS_TOKENS = 16384
 MEASURED = ("bf16", "fp8 weights", "fp8 cache", "fp8 weights and cache")
 NANO_MODEL_LEN = 2560
 NANO_BLOCKS = NANO_REQUESTS * 1152 // BLOCK_SIZE
-"""More than the workload's contexts have at any time, so that both ways' pools fit beside each other."""
+"""More blocks than the workload's contexts need at any time, yet few enough that both ways' pools fit side by side."""
 
 
 def time_steps(shape: str) -> None:
-    """Decode and prefill of whole steps, a line for each way to keep weights and cache."""
+    """Time whole steps of decode and prefill; a line for each format of weights and cache."""
     rate = copy_rate()
     for name, (weights, kv_dtype) in WAYS.items():
         bench = Bench(shape, weights=weights, kv_dtype=kv_dtype)
@@ -77,7 +77,7 @@ def time_steps(shape: str) -> None:
 
 
 def time_engines(shape: str, ways: list[str], turns: int) -> None:
-    """Nano bench, decodes and prompts, a line for each way and turn."""
+    """Time nano bench, decodes and prompts; a line for each way and turn."""
     runners = {}
     for name in ("bf16", *(way for way in ways if way != "bf16")):
         weights, kv_dtype = WAYS[name]
@@ -90,7 +90,7 @@ def time_engines(shape: str, ways: list[str], turns: int) -> None:
         for name, runner in runners.items():
             engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
             if turn == 0:
-                nano(engine, 99, requests=64, longest=256)  # libraries choose their kernels once
+                nano(engine, 99, requests=64, longest=256)  # warm-up: libraries choose their kernels
             found = nano(engine, 0)
             cells = [f"nano {found['tokens_per_s']:.0f} tok/s"]
             cells += [
@@ -102,7 +102,7 @@ def time_engines(shape: str, ways: list[str], turns: int) -> None:
 
 
 class Steps:
-    """One row's steps over a pool of its own, as a worker makes them."""
+    """Steps of one row over a pool of its own, as a worker makes them."""
 
     def __init__(
         self, folder: Path, way: str, *, max_tokens: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -121,7 +121,7 @@ class Steps:
         self._state.table_RM[0] = torch.randperm(width, device=device).int()
 
     def logits_of_prompt(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 [T, V] on the CPU, all tokens in one step."""
+        """Logits of all tokens in one step, float32 [T, V] on the CPU."""
         T = len(ids)
         tokens_T = torch.arange(T, dtype=torch.int32, device=self._device)
         ids_T = torch.tensor(ids, dtype=torch.int32, device=self._device)
@@ -135,7 +135,7 @@ class Steps:
         return self._decode.project(self._mixed.hidden(slice(0, T))).float().cpu()
 
     def logits_by_tokens(self, ids: Sequence[int]) -> torch.Tensor:
-        """The same by a decode step for each token."""
+        """The same, with one decode step per token."""
         rows = []
         for position, token in enumerate(ids):
             self._state.position_R[0], self._state.last_token_R[0], self._decode.rows_B[0] = position, token, 0
@@ -145,7 +145,7 @@ class Steps:
 
 
 def measure_exactness(folder: Path, texts: Sequence[Sequence[int]]) -> dict[str, RoundingError]:
-    """A row for each way, and for the last one by single tokens, over the first texts only."""
+    """A row for each way; and one for the last way by single tokens, over only the first texts."""
     before, backend = load_model(folder, dtype=torch.float32), get_backend("sdpa")
     expected = [paged_logits(before, backend, ids, [len(ids)]) for ids in texts]
     rows: dict[str, RoundingError] = {}
@@ -164,7 +164,7 @@ def measure_exactness(folder: Path, texts: Sequence[Sequence[int]]) -> dict[str,
 
 
 def tell_exactness(model: str, files: list[Path]) -> None:
-    """Print a table."""
+    """Print the table of exactness."""
     folder = resolve_checkpoint(model)
     texts = pieces(folder, files, EXACTNESS_TOKENS)
     rows = measure_exactness(folder, texts)

@@ -1,4 +1,4 @@
-"""The steps of one shape over a pool of random keys and values, and their time: no engine, no requests.
+"""Times the steps of one shape over a pool of random keys and values, without an engine or requests.
 
 Must not know: engines, what is printed.
 
@@ -53,18 +53,18 @@ class Bench:
         self.mixed = MixedStep(self.decode, max_tokens=max_tokens)
 
     def choose_ways(self) -> None:
-        """Time the ways of few rows as a start does, where this device has not been asked yet."""
+        """Time the kernel variants for few rows as a start does, unless results for this device are cached."""
         position_R, scratch = self.state.position_R, self.state.scratch_row
         position_R[scratch] = TIMED_CONTEXT
         self.decode.autotuner.choose(batch_sizes(len(self.decode.rows_B)), self.decode.run)
         position_R[scratch] = 0
 
     def holds(self, batch: int, context: int) -> bool:
-        """Whether the pool is large enough for so many rows at this context, and for what they grow."""
+        """Whether the pool is large enough for this many rows at this context, and for their growth."""
         return batch * row_blocks(context) <= self.num_blocks
 
     def spread(self, batch: int, context: int) -> None:
-        """Rows 0 … batch stand at `context` tokens, each over blocks of its own."""
+        """Place the first `batch` rows at `context` tokens, each with its own blocks."""
         width = row_blocks(context)
         assert self.holds(batch, context), "the pool is too small"
         order = torch.randperm(self.num_blocks, device="cuda")[: batch * width]
@@ -74,18 +74,18 @@ class Bench:
         self.decode.rows_B[:batch] = torch.arange(batch, device="cuda", dtype=torch.int32)
 
     def floor_ms(self, batch: int, context: int, rate: float) -> float:
-        """Reading everything once, at `rate` bytes a second."""
+        """Milliseconds to read everything once, at `rate` bytes per second."""
         per_token = self.kv.num_bytes / (self.kv.num_blocks * BLOCK_SIZE)
         return (self.weight_bytes + batch * context * per_token) / rate * 1e3
 
 
 def row_blocks(context: int) -> int:
-    """Blocks of a row that begins at this context."""
+    """Number of blocks of a row that starts at this context."""
     return -(-(context + 512) // BLOCK_SIZE)
 
 
 def blocks_that_fit(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Blocks that nine tenths of the device's free memory hold."""
+    """Number of blocks that fit in nine tenths of the device's free memory."""
     return int(0.9 * torch.cuda.mem_get_info()[0]) // kv_block_bytes(config, block_size=BLOCK_SIZE, dtype=dtype)
 
 
@@ -112,8 +112,8 @@ def time_decode(bench: Bench, batch: int, context: int, temperature: float) -> f
 
 
 def time_recorded(bench: Bench, batch: int, context: int | torch.Tensor, *, num_steps: int) -> float:
-    """Median milliseconds of a recorded step: five timings of so many, each from these contexts on. The rows are spread
-    already."""
+    """Median milliseconds of a recorded step, from five timings of num_steps steps, each starting at these contexts.
+    The rows must be spread already."""
     bench.state.position_R[:batch] = context
     graph = capture(lambda: bench.decode.run(batch))
     times = []
@@ -125,7 +125,7 @@ def time_recorded(bench: Bench, batch: int, context: int | torch.Tensor, *, num_
 
 
 def prefill_inputs(bench: Bench, num_prompts: int, length: int) -> MixedInputs:
-    """A step of so many whole prompts."""
+    """The inputs of a step of this many whole prompts."""
     bench.spread(num_prompts, length)
     host = np.arange(num_prompts * length, dtype=np.int32)
     rows, positions = host // length, host % length
@@ -143,7 +143,7 @@ def prefill_inputs(bench: Bench, num_prompts: int, length: int) -> MixedInputs:
 
 
 def time_prefill(bench: Bench, num_prompts: int, length: int) -> float:
-    """Median milliseconds of whole prompts in one step, recorded."""
+    """Median milliseconds of a recorded step of whole prompts."""
     inputs = prefill_inputs(bench, num_prompts, length)
     graph = capture(lambda: bench.mixed.run(inputs))
     graph.replay()

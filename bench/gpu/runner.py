@@ -1,4 +1,4 @@
-"""A CUDA runner made as a worker makes it, over random weights of a published shape, and what its start took.
+"""A CUDA runner made as a worker makes it, over random weights of a published shape, and the times of its start.
 
 Must not know: engines, workloads.
 """
@@ -30,18 +30,18 @@ BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds of what a start does, one thing after the other."""
+    """Seconds of each phase of a start."""
 
     begin_s: float = field(default_factory=time.perf_counter)
     ends_s: dict[str, float] = field(default_factory=dict)
 
     def end(self, name: str) -> None:
-        """This phase is over."""
+        """End the current phase, under this name."""
         self.ends_s[name] = time.perf_counter()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each."""
+        """Seconds by phase."""
         begins_s = [self.begin_s, *self.ends_s.values()]
         return {name: end_s - begin_s for (name, end_s), begin_s in zip(self.ends_s.items(), begins_s, strict=False)}
 
@@ -58,8 +58,9 @@ def make_runner(
     kv_dtype: torch.dtype | None = None,
     num_blocks: int | None = None,
 ) -> CudaRunner:
-    """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left, or
-    num_blocks, without a rehearsal. host_bytes: of pinned memory for a second tier. weights: a key of WEIGHTS."""
+    """A runner that is compiled, recorded and warm; prints a line with the times. The pool takes nine tenths of the
+    memory that is left, or num_blocks, without a rehearsal. host_bytes: of pinned memory for a second tier. weights: a
+    key of WEIGHTS."""
     phases = Phases()
     read_ahead(mapped_libraries())
     model = random_model(PUBLISHED[shape].config)
@@ -77,7 +78,7 @@ def make_runner(
         kv_dtype=kv_dtype,
     )
     taken = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE, weight_format=WEIGHTS[weights])
-    torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
+    torch.cuda.empty_cache()  # frees the plain copies of weights that were rounded
     phases.end("weights")
     compile_kernels(taken, config)
     phases.end("kernels")

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Rows of one set of parameters, ready to be sampled again and again."""
+    """Rows with one set of parameters, ready to be sampled over and over."""
 
     state: SamplingState
     batch: SampledBatch
@@ -70,12 +70,12 @@ class Prepared:
     masks: DeviceMasks | None = None
 
     def behind(self) -> None:
-        """What follows the step's own sampler."""
+        """Launch what follows the step's own sampler."""
         if self.stages:
             self.state.run(self.stages, self.batch, self.masks)
 
     def run(self) -> None:
-        """The step's own sampler, then the kernels for the rows' parameters."""
+        """Launch the step's own sampler, then the kernels for the rows' parameters."""
         batch, state = self.batch, self.state.state
         sample_and_advance(
             batch.logits_BV, batch.rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
@@ -85,7 +85,7 @@ class Prepared:
 
 
 def logits_of(kind: str, batch: int) -> torch.Tensor:
-    """bf16, on the device."""
+    """Logits of this kind, bf16, on the device."""
     generator = torch.Generator("cuda").manual_seed(0)
     noise_BV = torch.randn(batch, WIDTH, generator=generator, device="cuda")
     if kind == "flat":
@@ -108,7 +108,7 @@ def prepare(state: SamplingState, logits_BV: torch.Tensor, fields: dict[str, Any
     columns = state.state
     columns.temperature_R[:B] = (
         0.0 if plan.columns["method"] else params.temperature
-    )  # as worker/runners/cuda/staging.py has it
+    )  # as in worker/runners/cuda/staging.py
     columns.position_R[:B], columns.num_prompt_R[:B] = 539, 500
     columns.seed_R[:B] = torch.arange(B, device="cuda")
     batch = SampledBatch(
@@ -126,12 +126,12 @@ def prepare(state: SamplingState, logits_BV: torch.Tensor, fields: dict[str, Any
 
 
 def device_us(prepared: Prepared) -> float:
-    """Median of five timings of twenty replays."""
+    """Microseconds on the device: the median of five timings of twenty replays."""
     return time_graph(prepared.run) * 1e3
 
 
 def host_us(prepared: Prepared) -> float:
-    """Median of twenty launches, each onto an idle device."""
+    """Microseconds on the host: the median of twenty launches, each onto an idle device."""
     times = []
     for _ in range(20):
         torch.cuda.synchronize()
@@ -157,7 +157,7 @@ def measure(batch: int, rate: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--json", type=Path)

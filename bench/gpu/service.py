@@ -43,7 +43,7 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.ports import free_port
 
 PARTS = {"one": 20.0, "nano": 45.0, "cached": 45.0, "conversations": 30.0, "trace": 60.0, "burst": 40.0, "start": 150.0}
-"""Seconds that each may take; nano: with each of its services."""
+"""Seconds that each part may take; nano: with each of its services."""
 START_LIMIT_S = 120.0
 BEST_FLAGS = "--gateways=8 --max-model-len=4096 --page=off --log-level=warning"
 FLAGS_BAR, CACHED_BAR, GAP_BAR_MS, TURN_BAR_MS, BURST_BAR, START_BAR_S = 0.97, 1.05, 26.0, 60.0, 90_000, 20.0
@@ -65,16 +65,16 @@ class Bench:
         self._num_starts = 0
 
     def say(self, text: str) -> None:
-        """A line, now."""
+        """Print a line immediately."""
         print(f"[{time.monotonic() - self._begin_s:5.1f} s] {text}", flush=True)
 
     def keep(self, name: str, figures: object) -> None:
-        """In the report, which is written anew each time: what a run was cut off at is not lost."""
+        """Put figures into the report, which is rewritten each time, so that a run that is cut off loses nothing."""
         self.figures[name] = figures
         write_json(self._arguments.out, self.figures)
 
     def attempt(self, name: str, limit_s: float, work: Callable[[], None]) -> bool:
-        """Whether it did; else a line says why not."""
+        """Do the work; whether it succeeded. If not, a line says why."""
         now_s = time.monotonic()
         self._limit_s = min(now_s + limit_s, self._end_s)
         if self._limit_s - now_s < 1:
@@ -91,7 +91,7 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Of the part."""
+        """Seconds left of the current part."""
         return max(0.1, self._limit_s - time.monotonic())
 
     @contextmanager
@@ -109,7 +109,7 @@ class Bench:
             yield Measured(bench=self, service=service, metrics_url=f"http://127.0.0.1:{port}/metrics")
 
     def call(self, service: Service, conversations: list[talks.Conversation]) -> Heard:
-        """Raises CallersError, also where answers are not whole."""
+        """Make the calls. Raises CallersError, also if answers are incomplete."""
         heard = self._callers.call(service.target, conversations, timeout_s=self.left_s)
         if heard.complaint:
             raise CallersError(heard.complaint)
@@ -120,7 +120,7 @@ class Bench:
         self._callers.close()
 
     def run(self, parts: list[str]) -> None:
-        """All parts, the most important first."""
+        """Run these parts, the most important first."""
         best = shlex.split(self._arguments.best_flags)
         with_default = [part for part in PARTS if part in parts and part != "start"]
         self._with("default", [], with_default)
@@ -132,7 +132,7 @@ class Bench:
             self.attempt("start", PARTS["start"], self._start)
 
     def _with(self, name: str, flags: list[str], parts: list[str]) -> None:
-        """These parts over one service."""
+        """Run these parts with one service."""
         if not parts:
             return
 
@@ -150,7 +150,7 @@ class Bench:
                 }
                 for part in parts:
                     self.attempt(f"{part}, {name}{again}", PARTS[part], work_of[part])
-                self._limit_s = self._end_s  # stopping it has its own limit
+                self._limit_s = self._end_s  # stopping the service has its own limit
 
         self.attempt(f"service {name}", START_LIMIT_S, work)
 
@@ -175,14 +175,14 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A running service's parts. Every method raises BenchError or CallersError."""
+    """The parts measured with a running service. Every method raises BenchError or CallersError."""
 
     bench: Bench
     service: Service
     metrics_url: str
 
     def one(self) -> None:
-        """Single requests, one after the other, each fresh."""
+        """Single requests, one after another, each with a new prompt."""
         sizes = self.bench.sizes
         firsts, tokens = list[float](), list[float]()
         for turn in range(sizes.ones):
@@ -199,13 +199,13 @@ class Measured:
         self.bench.keep("one stream, ms", {"first token": firsts, "a token": tokens})
 
     def nano(self, name: str) -> None:
-        """Fresh prompts of each seed."""
+        """New prompts for each seed."""
         for seed in self.bench.sizes.seeds:
             heard = self._one(f"nano, {name}, seed {seed}", talks.nano(self.bench.sizes, seed))
             self.bench.rates[name].append(heard.tokens_per_s)
 
     def cached(self) -> None:
-        """Fresh ones of other seeds, and the same again, in turns."""
+        """New prompts of other seeds, and the same again, in turns."""
         ratios, firsts = list[float](), {"fresh": list[float](), "cached": list[float]()}
         for seed in (10 + seed for seed in self.bench.sizes.seeds):
             rates = list[float]()
@@ -221,7 +221,7 @@ class Measured:
         self.bench.keep("cached / fresh", [round(each, 4) for each in ratios])
 
     def conversations(self) -> None:
-        """Of several turns, with a common begin; again with other words."""
+        """Conversations of several turns with a common prefix; again with other ids."""
         sizes, later, rates = self.bench.sizes, list[float](), list[float]()
         for seed in sizes.seeds:
             heard = self._one(f"conversations, seed {seed}", talks.conversations(sizes, 200 + seed))
@@ -237,7 +237,7 @@ class Measured:
         self.bench.keep("conversations, worst cached turn, ms", round(max(later), 1))
 
     def trace(self, path: Path | None) -> None:
-        """All at once; again with other ids of the same lengths."""
+        """All requests at once; again with other ids of the same lengths."""
         lengths = talks.trace_lengths(self.bench.sizes, path)
         num_prompt, num_output = (statistics.fmean(count) for count in zip(*lengths, strict=True))
         what = path.name if path is not None else "lengths drawn like a code assistant's"
@@ -252,7 +252,7 @@ class Measured:
         self.bench.keep("trace, gap p99, ms", gaps)
 
     def burst(self) -> None:
-        """Several."""
+        """Several bursts."""
         sizes = self.bench.sizes
         asked = [talks.burst(sizes, 400 + turn) for turn in range(sizes.bursts)]
         rates = [self._one(f"burst, {turn}", each).tokens_per_s for turn, each in enumerate(asked, 1)]
@@ -261,7 +261,7 @@ class Measured:
         self.bench.keep("burst, tok/s", [round(each) for each in rates])
 
     def _one(self, name: str, conversations: list[talks.Conversation]) -> Heard:
-        """Call, and print what came and what the service did for it."""
+        """Make the calls, and print what came and what the service did for it."""
         before, cpu_before = self._counts(), self.service.cpu_s()
         heard = self.bench.call(self.service, conversations)
         after, cpu_after = self._counts(), self.service.cpu_s()
@@ -288,7 +288,7 @@ class Measured:
         return heard
 
     def _counts(self) -> dict[str, float]:
-        """The worker's counters and sums; none where it does not say."""
+        """The worker's counters and sums; empty if it does not answer."""
         try:
             with urllib.request.urlopen(self.metrics_url, timeout=5) as answer:
                 text = answer.read().decode()
@@ -303,7 +303,7 @@ class Measured:
 
 
 def stages(log: str) -> list[str]:
-    """What a start did, and the seconds after its first word, out of the service's log."""
+    """The stages of a start, with seconds since its first log line, from the service's log."""
     told, first = list[str](), None
     for line in log.splitlines():
         try:
@@ -318,7 +318,7 @@ def stages(log: str) -> list[str]:
 
 
 def _spread(values: list[float]) -> str:
-    """Median and 99th percentile."""
+    """Median and 99th percentile, as text."""
     return f"p50 {percentile(values, 50):.1f} p99 {percentile(values, 99):.1f} ms"
 
 

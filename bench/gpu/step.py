@@ -29,7 +29,7 @@ Figures = dict[str, float]
 
 
 def measure(shape: str, weights: str, rate: float, *, with_profile: bool) -> Figures:
-    """All figures of one shape. rate: bytes a second of a copy."""
+    """All figures of one shape. rate: bytes per second of a copy."""
     bench = Bench(shape, weights=weights)
     bench.choose_ways()
     print(f"{shape}, {weights}: copy {rate / 1e12:.2f} TB/s, weights {bench.weight_bytes / 1e9:.2f} GB")
@@ -40,7 +40,7 @@ def measure(shape: str, weights: str, rate: float, *, with_profile: bool) -> Fig
 
 
 def measure_decodes(bench: Bench, rate: float) -> Figures:
-    """Milliseconds of a step, greedy and drawn, of every batch that fits."""
+    """Milliseconds of a step, greedy and sampled, for every batch that fits."""
     figures: Figures = {}
     for batch, context in DECODES:
         if not bench.holds(batch, context):
@@ -66,7 +66,7 @@ def measure_prefills(bench: Bench, rate: float) -> Figures:
 
 
 def profile(bench: Bench, batch: int, context: int) -> None:
-    """Microseconds of each kernel in one step, the mean of five."""
+    """Print microseconds of each kernel in one step, the mean of five."""
     bench.spread(batch, context)
     graph = capture(lambda: bench.decode.run(batch))
     print(f"-- kernels of a step, batch {batch}, context {context}")
@@ -75,7 +75,7 @@ def profile(bench: Bench, batch: int, context: int) -> None:
 
 
 def repeat(graph: torch.cuda.CUDAGraph, count: int) -> None:
-    """Replay it so often."""
+    """Replay the graph this many times."""
     for _ in range(count):
         graph.replay()
 

@@ -53,14 +53,14 @@ WORKLOADS = ("decode", "nano", "first", "prefill", "host", "sums")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What two ranks must reach against one, or against their floor: the most, or the least, that a ratio may be."""
+    """What two ranks must reach compared with one, or with their floor: the most, or the least, that a ratio may be."""
 
     name: str
     most: float | None = None
     least: float | None = None
 
     def is_met(self, ratio: float) -> bool:
-        """Whether the ratio is on the right side of it."""
+        """Whether the ratio is on the right side of the bar."""
         return (self.most is None or ratio <= self.most) and (self.least is None or ratio >= self.least)
 
 
@@ -69,12 +69,12 @@ BARS = {
     "32B": (Bar(name="nano, of one rank's tokens/s", least=1.85),),
     "72B": (Bar(name="decode 1, of the floor", most=1.35),),
 }
-"""Of two ranks, by shape."""
+"""For two ranks, by shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much is asked."""
+    """The sizes of the workloads."""
 
     requests: int = 256
     longest: int = 1024
@@ -98,7 +98,8 @@ LEAST_SEQS = 8
 
 
 def scale_of(arguments: argparse.Namespace) -> Scale:
-    """A GPU's work would take a CPU hours. Without nano, no more rows than are asked for: fewer steps to record."""
+    """Smaller on a CPU, which would take hours for a GPU's work. Without nano, no more rows than requested, so that
+    fewer steps are recorded."""
     scale = CPU if arguments.device == "cpu" else BRIEF if arguments.brief else GPU
     if arguments.batches:
         scale = replace(scale, batches=tuple(arguments.batches))
@@ -113,7 +114,7 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
 
 
 def measure_turn(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of so many ranks."""
+    """All figures of this number of ranks."""
     shape, (size,), device, scale = arguments.shape, arguments.ranks, arguments.device, scale_of(arguments)
     begin_s = time.perf_counter()
     rate = copy_rate() if device != "cpu" else 1e10
@@ -142,7 +143,7 @@ def measure_turn(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tell_stages(begin_s: float) -> Callable[[str, int | None, int | None], None]:
-    """When each stage of a start began."""
+    """A callback that prints when each stage of a start begins."""
     seen = set[str]()
 
     def tell(stage: str, _done: int | None, _total: int | None) -> None:
@@ -154,7 +155,7 @@ def _tell_stages(begin_s: float) -> Callable[[str, int | None, int | None], None
 
 
 def config_of(folder: Path, size: int, device: str, quantization: str | None, scale: Scale) -> WorkerConfig:
-    """A worker's, as a service starts it, without memory of the host; a follower that fails says where."""
+    """The configuration of a worker as a service starts it, without host memory; a follower that fails says where."""
     return WorkerConfig(
         model=str(folder),
         gateway_endpoints=(),
@@ -181,7 +182,8 @@ def measure_worker(
     only: list[str],
     keep: Callable[[dict[str, dict[str, float]]], None],
 ) -> dict[str, dict[str, float]]:
-    """What was asked for, each beside its floor in milliseconds where it has one. keep: is given all, after each."""
+    """Measure what was asked for, each figure beside its floor in milliseconds if it has one. keep: is given all
+    figures, after each."""
     size, found = config.tensor_parallel_size, dict[str, dict[str, float]]()
     engine = GpuEngine(
         loaded.runner, prefix_cache=PrefixCache.OFF, max_batch_tokens=config.max_batch_tokens  # type: ignore[arg-type]
@@ -199,7 +201,7 @@ def measure_worker(
             note(f"decode {batch}", {"ms": ms}, floors.decode_ms(batch, 128 + scale.num_steps / 2))
     if "nano" in only:
         ask = partial(nano, engine, requests=scale.requests, longest=scale.longest)
-        nano(engine, 99, requests=scale.requests // 4, longest=scale.longest // 4)  # libraries choose kernels once
+        nano(engine, 99, requests=scale.requests // 4, longest=scale.longest // 4)  # warm-up: libraries choose kernels
         lengths_N2 = nano_lengths(np.random.default_rng(0), requests=scale.requests, longest=scale.longest)
         note("nano", ask(0), floors.serve_ms(lengths_N2))
     if "first" in only:
@@ -241,7 +243,7 @@ def measure_request(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(shape: str, turns: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Every bar of the shape for two ranks that can be told from medians of the turns."""
+    """Every bar of the shape for two ranks that can be judged from medians of the turns."""
     ratios = {}
     one, two = ({} if size not in turns else _medians(turns[size]) for size in (1, 2))
     if "decode 1" in one and "decode 1" in two:
@@ -261,7 +263,7 @@ def judge(shape: str, turns: dict[int, list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def _medians(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of the turns that have each figure, what one had before it failed among them."""
+    """The median of each figure over the turns that have it, including figures from before a turn failed."""
     names = {name for each in turns for name, figures in each.items() if isinstance(figures, dict)}
     found = {name: [each[name] for each in turns if name in each] for name in names}
     return {
@@ -301,7 +303,7 @@ def main() -> None:
 
 
 def _report_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A new one, with what was written before of the same shape about other ranks."""
+    """A new report, with earlier figures of the same shape for other numbers of ranks."""
     turns: dict[int, list[dict[str, Any]]] = {size: [] for size in arguments.ranks}
     if arguments.json is not None and arguments.json.exists():
         before = json.loads(arguments.json.read_text())
@@ -313,7 +315,7 @@ def _report_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def _measured(
     arguments: argparse.Namespace, report: dict[str, Any], kind: str, size: int, title: str
 ) -> dict[str, Any]:
-    """A turn's figures, or why there are none, told; what was found up to now is written."""
+    """Run a turn and print its figures, or why there are none; writes all figures so far."""
     print(f"-- {title}", flush=True)
     begin_s, words = time.monotonic(), ["--shape", arguments.shape, "--device", arguments.device, "--only"]
     words += [*arguments.only, "--ranks", str(size), "--kind", kind]
@@ -345,7 +347,7 @@ def _one_turn(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line. --kind, --turn: of the processes that it starts."""
+    """The command line. --kind, --turn: for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="7B")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

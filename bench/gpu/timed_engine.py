@@ -1,5 +1,5 @@
-"""An engine over a runner, a group's too, that counts tokens and times the parts of its thread: methods are replaced by
-ones that read the clock before and after.
+"""An engine over a runner (or a group of ranks) that counts tokens and times the parts of its thread: methods are
+replaced by ones that read the clock before and after.
 
 Must not know: workloads, floors.
 """
@@ -22,8 +22,8 @@ from octavo.worker.runners.rank_figures import MeasuredRunner
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of the engine's thread, by part, and how often. wait: for the device. replay: the part of launch that
-    enqueues recorded steps."""
+    """Seconds of the engine's thread, by part, and numbers of calls. wait: for the device. replay: the part of launch
+    that enqueues recorded steps."""
 
     steps: int = 0
     total: float = 0.0
@@ -34,11 +34,11 @@ class Spent:
     apply: float = 0.0
 
     def add(self, part: str, seconds: float) -> None:
-        """To one of the fields."""
+        """Add seconds to one of the fields."""
         setattr(self, part, getattr(self, part) + seconds)
 
     def host_us(self) -> dict[str, float]:
-        """Microseconds a step without the waiting, and its parts."""
+        """Microseconds per step without waiting, and its parts."""
         each = 1e6 / max(self.steps, 1)
         rest = self.total - self.wait - self.plan - self.launch - self.apply
         return {
@@ -48,17 +48,17 @@ class Spent:
 
 
 class Stopwatch:
-    """spent: since it was last set to zero."""
+    """spent: time since it was last set to zero."""
 
     def __init__(self) -> None:
         self.spent = Spent()
 
     def set_to_zero(self) -> None:
-        """From now on."""
+        """Start counting anew."""
         self.spent = Spent()
 
     def watch(self, owner: object, method: str, part: str) -> None:
-        """The time of this method of this object counts for a part; it replaces what watched it before."""
+        """Count the time of this method of this object as a part; replaces an earlier watch of it."""
         plain = getattr(type(owner), method).__get__(owner)
 
         def timed(*args: object, **named: object) -> object:
@@ -72,7 +72,7 @@ class Stopwatch:
 
 
 class CountingMail(Mailbox):
-    """Only counts. first_s: when the first token came."""
+    """Only counts tokens. first_s: when the first token came."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,17 +89,17 @@ class CountingMail(Mailbox):
 
 
 def own_runner(runner: Any) -> Any:
-    """The runner itself, rank 0's where there are several: what has its steps, and its waits."""
+    """The runner that makes steps and waits: the runner itself, or rank 0's if there are several."""
     while isinstance(runner, GroupRunner | MeasuredRunner):
         runner = runner._runner
     return runner
 
 
 class GpuEngine:
-    """An engine over one runner, made anew for every workload that needs another prefix cache."""
+    """An engine over one runner, made anew for each workload that needs another prefix cache."""
 
     def __init__(self, runner: WarmRunner, *, prefix_cache: PrefixCache, max_batch_tokens: int | None = None) -> None:
-        """max_batch_tokens None: the runner's own, which CUDA runners have."""
+        """max_batch_tokens: None: the runner's own, which CUDA runners have."""
         config, own = runner.config, own_runner(runner)
         budget = max_batch_tokens or own.config.max_batch_tokens
         self.mail, self.stopwatch, self._num_asked = CountingMail(), Stopwatch(), 0
@@ -121,18 +121,18 @@ class GpuEngine:
 
     @property
     def is_steady(self) -> bool:
-        """No request waits: all that were asked are running."""
+        """Whether no request waits: all that were sent are running."""
         return not self.mail.coming and not self._scheduler.num_waiting
 
     def step(self) -> None:
-        """One step of the engine, timed."""
+        """Run one step of the engine, timed."""
         start_s, before, spent = time.perf_counter(), self._engine.num_steps, self.stopwatch.spent
         self._engine.step()
         spent.total += time.perf_counter() - start_s
         spent.steps += self._engine.num_steps - before
 
     def finish(self) -> float:
-        """Step until everything asked for is answered; seconds."""
+        """Step until all requests are answered; seconds."""
         self.mail.num_tokens, start_s = 0, time.perf_counter()
         while self.mail.num_finished < self._num_asked:
             self.step()

@@ -1,5 +1,4 @@
-"""What is asked of an engine on a GPU, and what comes of it: every function drives the engine to an end and returns
-figures.
+"""Workloads for an engine on a GPU: every function drives the engine until it is done and returns figures.
 
 Must not know: floors, runners, what is printed.
 """
@@ -19,7 +18,7 @@ QWENS_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_pen
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> np.ndarray:
-    """Ids U[0, 10000]."""
+    """A prompt of ids U[0, 10000]."""
     return rng.integers(0, LARGEST_ID + 1, length)
 
 
@@ -36,7 +35,7 @@ def nano(
     requests: int = NANO_REQUESTS,
     longest: int = NANO_LONGEST,
 ) -> dict[str, float]:
-    """The workload of nano-vllm's bench.py, all at once. Raises RuntimeError where tokens are missing."""
+    """The workload of nano-vllm's bench.py, all requests at once. Raises RuntimeError if tokens are missing."""
     rng = np.random.default_rng(seed)
     lengths = nano_lengths(rng, requests=requests, longest=longest)
     for num_prompt, num_output in lengths.tolist():
@@ -56,7 +55,8 @@ def nano(
 
 
 def first_token_ms(engine: GpuEngine, length: int, *, times: int = 9) -> float:
-    """Median of nine prompts alone, from the request in the inbox to its token in the outbox."""
+    """Median over single prompts (nine by default) of the time from the request in the inbox to its token in the
+    outbox."""
     rng, seconds = np.random.default_rng(length), []
     for _ in range(times):
         engine.ask(random_prompt(rng, length), 1, temperature=0.0)
@@ -67,7 +67,7 @@ def first_token_ms(engine: GpuEngine, length: int, *, times: int = 9) -> float:
 
 
 def prefill(engine: GpuEngine, num_prompts: int, length: int) -> dict[str, float]:
-    """Prompts all at once, one token each: the second of two times."""
+    """All prompts at once, one token each: the second of two runs."""
     rng = np.random.default_rng(length)
     for _ in range(2):
         for _ in range(num_prompts):
@@ -77,7 +77,7 @@ def prefill(engine: GpuEngine, num_prompts: int, length: int) -> dict[str, float
 
 
 def decode_ms(engine: GpuEngine, batch: int, *, num_steps: int = 256) -> float:
-    """Milliseconds per token of so many greedy requests, median of three."""
+    """Milliseconds per token of this many greedy requests, the median of three runs."""
     rng = np.random.default_rng(batch)
 
     def seconds(num_output: int) -> float:
@@ -89,8 +89,8 @@ def decode_ms(engine: GpuEngine, batch: int, *, num_steps: int = 256) -> float:
 
 
 def host_us(engine: GpuEngine, batch: int, *, num_steps: int = 220) -> dict[str, float]:
-    """Microseconds of a decode step, by part of the engine's thread, with so many running: the mean of the last two
-    hundred, those in which everybody ends among them."""
+    """Microseconds of a decode step with this many requests, by part of the engine's thread: the mean of the last two
+    hundred steps, including those in which all requests end."""
     rng = np.random.default_rng(batch)
     for _ in range(batch):
         engine.ask(random_prompt(rng, 32), num_steps, temperature=0.6)

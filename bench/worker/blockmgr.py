@@ -22,7 +22,7 @@ SIZES = (1, 64, 256, 1024)
 
 
 def best_us(call: Callable[[], object], repeats: int) -> float:
-    """Shortest of several runs."""
+    """Microseconds of the shortest of several runs."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -45,7 +45,7 @@ def make(num_blocks: int) -> BlockManager:
 
 
 def prompt_figures(num_blocks: int) -> dict[str, float]:
-    """What one long prompt costs."""
+    """The costs of one long prompt."""
     manager, prompt = make(num_blocks), np.arange(PROMPT, dtype=np.int32)
     figures = {
         "construct": best_us(lambda: make(num_blocks), 3),
@@ -60,7 +60,7 @@ def prompt_figures(num_blocks: int) -> dict[str, float]:
         manager.release(0, "r")
 
     def first_time(salt: str) -> tuple[float, float, float]:
-        """admit, commit, release of a prompt that nobody had before."""
+        """Times of admit, commit and release for a prompt that is new."""
         spent = (
             best_us(lambda: admit(salt), 1),
             best_us(lambda: manager.commit(0, prompt, PROMPT), 1),
@@ -81,13 +81,13 @@ def prompt_figures(num_blocks: int) -> dict[str, float]:
 
 
 def match_anew(manager: BlockManager, prompt: np.ndarray) -> float:
-    """A look-up whose hashes are not known from the look-up before it."""
+    """Time of a look-up whose hashes are not remembered from an earlier one."""
     manager.match(prompt[:20])
     return best_us(lambda: manager.match(prompt, salt="0"), 1)
 
 
 def step_figures(num_blocks: int, num_requests: int) -> dict[str, float]:
-    """What one decode step costs with so many requests running and the rest of the pool full of cached blocks."""
+    """The costs of one decode step with this many requests running and the rest of the pool full of cached blocks."""
     manager = make(num_blocks)
     fill_with_cached(manager)
     prompts = np.arange(num_requests * 1000, dtype=np.int32).reshape(num_requests, 1000) + 10_000_000
@@ -116,7 +116,7 @@ def step_figures(num_blocks: int, num_requests: int) -> dict[str, float]:
 def decode_step(
     manager: BlockManager, step: int, slots_S: np.ndarray, lens_S: np.ndarray, tokens_ST: np.ndarray
 ) -> None:
-    """All that a scheduler asks of the manager in one decode step."""
+    """Everything that a scheduler asks of the manager in one decode step."""
     if len(manager.grow_many(slots_S, lens_S)) or len(manager.prepare_write_many(slots_S, lens_S - 1)):
         raise SystemExit("the pool is too small for this benchmark")
     manager.take_updates()
@@ -128,7 +128,7 @@ def decode_step(
 
 
 def fill_with_cached(manager: BlockManager) -> None:
-    """Leave nothing blank: every new block evicts one."""
+    """Leave no blank block, so that every new block evicts one."""
     width = manager.config.max_blocks_per_slot * BLOCK_SIZE
     salt = 0
     while manager.num_free >= manager.config.max_blocks_per_slot:
@@ -142,7 +142,8 @@ def fill_with_cached(manager: BlockManager) -> None:
 
 
 def queue_figures() -> dict[str, float]:
-    """The LRU queue beside an intrusive doubly linked list over two Python lists: 250 blocks, and one, in and out."""
+    """The LRU queue compared with an intrusive doubly linked list of two Python lists: 250 blocks, and one, in and
+    out."""
     size = 100_000
     queue, after, before = LruQueue(size), [size] * (size + 1), [size] * (size + 1)
 
@@ -169,14 +170,14 @@ def queue_figures() -> dict[str, float]:
 
 
 def show(title: str, figures: dict[str, float]) -> None:
-    """One small table."""
+    """Print one small table."""
     print(f"\n{title}")
     for name, value in figures.items():
         print(f"  {name:<34}{value:>12,.1f}")
 
 
 def main() -> None:
-    """Measure, print, and write JSON where asked."""
+    """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-blocks", type=int, default=100_000)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")

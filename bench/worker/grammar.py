@@ -65,7 +65,7 @@ class Follower(Protocol):
         """Fill the mask of the next token."""
 
     def accept(self, token: int) -> None:
-        """Go on."""
+        """Advance by this token."""
 
 
 @dataclass(eq=False)
@@ -103,13 +103,13 @@ Compile = Callable[[dict[str, Any]], MakeFollower]
 
 
 def matcher_of(schema: dict[str, Any], vocabulary: Vocabulary) -> LLMatcher:
-    """llguidance's, limited as served."""
+    """llguidance's matcher, with the limits used in serving."""
     grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema))
     return LLMatcher(vocabulary.tokenizer, to_llguidance(grammar, LIMITS), limits=LIMITS.for_parser())
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Of a tokenizer with Qwen's end token."""
+    """The vocabulary of a tokenizer with Qwen's end token."""
     content = json.loads(path.read_text())
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     size = max([*content["model"]["vocab"].values(), *ids.values()]) + 1
@@ -117,7 +117,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def libraries(vocabulary: Vocabulary, tokenizer: Path) -> dict[str, Compile]:
-    """By name: from a schema to a maker of followers."""
+    """By name: a function from a schema to a maker of followers."""
 
     def ours(schema: dict[str, Any]) -> MakeFollower:
         compiled = GrammarMatcher(matcher_of(schema, vocabulary))
@@ -197,7 +197,7 @@ def row(
 
 
 def batch_of_64(make: MakeFollower, ids: list[int], vocabulary: Vocabulary) -> float:
-    """Milliseconds of a step: 64 outputs at random places of their texts, one thread."""
+    """Milliseconds of a step with 64 outputs at random places in their texts, on one thread."""
     rng = random.Random(0)
     followers = [make() for _ in range(64)]
     for follower in followers:
@@ -216,7 +216,7 @@ def _fill_all(followers: list[Follower], bits_NW: np.ndarray) -> float:
 
 
 def parallel(vocabulary: Vocabulary) -> None:
-    """What llguidance's own threads bring for 64 rows."""
+    """Print what llguidance's own threads gain for 64 rows."""
     schema, value = CASES["nested"]
     ids = vocabulary.tokenizer.tokenize_str(json.dumps(value, ensure_ascii=False))
     first = matcher_of(schema, vocabulary)

@@ -55,7 +55,7 @@ def filled(num_blocks: int) -> BlockManager:
 
 
 def timed(what: str, work: Callable[[], Any]) -> Any:
-    """Do it, and say how long it took."""
+    """Do the work, and print how long it took."""
     begin_s = time.perf_counter()
     result = work()
     print(f"{what:<44} {time.perf_counter() - begin_s:8.3f} s")
@@ -63,21 +63,21 @@ def timed(what: str, work: Callable[[], Any]) -> Any:
 
 
 class Frames:
-    """The gateway's end: what would be sent."""
+    """The gateway's end: keeps the frames that would be sent."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
 
     def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """Encoded, as the link does."""
+        """Encode the message, as the link does."""
         self.frames.append(encode(message))
 
     def put_all(self, message: OutboxMessage) -> None:
-        """Nothing changes here."""
+        """Never called: nothing changes here."""
 
 
 def tell(manager: BlockManager, sent: Frames) -> list[float]:
-    """The whole cache, as an engine does between its steps; the seconds of each part, of the thread alone."""
+    """Report the whole cache, as an engine does between its steps; the thread's CPU seconds of each part."""
     telling, took_s = KvEventPublisher(manager, sent, epoch="e"), []
     telling.begin(GatewayIndex(0))
     while telling.is_due:
@@ -88,7 +88,7 @@ def tell(manager: BlockManager, sent: Frames) -> list[float]:
 
 
 def apply_all(prefixes: PrefixIndexes, frames: list[bytes]) -> float:
-    """As a gateway does; the longest message, in seconds."""
+    """Apply all frames, as a gateway does; seconds of the slowest message."""
     model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK_SIZE)
     record: Any = SimpleNamespace(card=model, capacity=size, incarnation=1)
     longest_s = 0.0
@@ -100,7 +100,7 @@ def apply_all(prefixes: PrefixIndexes, frames: list[bytes]) -> float:
 
 
 def leave(prefixes: PrefixIndexes, turns: deque[Callable[[], None]]) -> float:
-    """The worker is gone: all of it, and the longest turn in seconds of the thread alone."""
+    """Forget everything of a lost worker; the thread's CPU seconds of the longest turn."""
     longest_s = 0.0
     work: Callable[[], None] = partial(prefixes.forget, 1)
     while True:
@@ -113,7 +113,7 @@ def leave(prefixes: PrefixIndexes, turns: deque[Callable[[], None]]) -> float:
 
 
 async def subscribe(prefixes: PrefixIndexes) -> tuple[int, float]:
-    """The state as batches; their bytes, and the longest of them in seconds."""
+    """Send the state as batches; their total bytes, and the seconds of the slowest."""
     subscription, batches, num_bytes, longest_s = prefixes.follow("m", ""), KvBatches(), 0, 0.0
     while True:
         begin_s = time.perf_counter()
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("blocks", type=int, nargs="?", default=100_000)
     manager = filled(parser.parse_args().blocks)
     gc.collect()
-    gc.freeze()  # as a worker does when it has started
+    gc.freeze()  # as a worker does once it has started
     sent = Frames()
     took_s = timed("worker: tell the blocks", lambda: tell(manager, sent))
     frames = sent.frames

@@ -35,7 +35,7 @@ _TIMEOUT_S = 60.0
 
 
 def orders() -> dict[str, Order]:
-    """By name."""
+    """The orders by name."""
     ids_T = np.arange(8192, dtype=np.int32)
     new = NewRequest(
         slot=Slot(0), request_id="prompt", token_ids_T=ids_T, num_prompt_tokens=8192, sampling=SamplingParams()
@@ -57,10 +57,10 @@ def _decodes(rows: int) -> StepPlan:
 
 
 class Readers:
-    """Other ranks, as processes that decode what comes and answer with a byte."""
+    """The other ranks, as processes that decode what arrives and answer with a byte."""
 
     def __init__(self, way: str, count: int) -> None:
-        context = multiprocessing.get_context("fork")  # they use nothing that threads of this process hold
+        context = multiprocessing.get_context("fork")  # safe: they use nothing that threads of this process hold
         self._ring = OrderRing(count)
         self._bells, self._answers = list[int](), list[int]()
         self._processes = list[BaseProcess]()
@@ -91,12 +91,12 @@ class Readers:
                 rest = rest[os.write(descriptor, rest) :]
 
     def wait(self) -> None:
-        """Until all have answered."""
+        """Wait until all have answered."""
         for descriptor in self._answers:
             os.read(descriptor, 1)
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for descriptor in (*self._bells, *self._answers):
             os.close(descriptor)
         for process in self._processes:
@@ -105,7 +105,7 @@ class Readers:
 
 
 def _read(way: str, ring: int, number: int, bells: int, answers: int, others: tuple[int, ...]) -> None:
-    for descriptor in others:  # so that a pipe ends with its one writer
+    for descriptor in others:  # so that a pipe closes with its only writer
         os.close(descriptor)
     with os.fdopen(bells, "rb") as stream:
         reader = OrderReader(ring, number, stream)
@@ -121,7 +121,7 @@ def _take_frame(stream: BinaryIO) -> bytes | None:
 
 @contextmanager
 def readers(way: str, count: int) -> Iterator[Readers]:
-    """So many, until the end of the block."""
+    """This many readers, until the end of the block."""
     found = Readers(way, count)
     try:
         yield found

@@ -26,14 +26,14 @@ from octavo.worker.scheduler.plan import StepPlan, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_BATCH_TOKENS = 16, 32_768, 256, 8192
-NUM_BLOCKS = 400_000  # for all at once
+NUM_BLOCKS = 400_000  # enough for all requests at once
 MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Milliseconds. decode: by rows. mixed: more, where a step has prompts. token, attended, context: for each prompt
-    token, for each that it attends to, and for each token of context of an output."""
+    """Costs in milliseconds. decode: by rows. mixed: extra, if a step has prompts. token, attended, context: per prompt
+    token, per token that it attends to, and per context token of an output."""
 
     decode: dict[int, float]
     mixed: float
@@ -42,7 +42,7 @@ class Device:
     context: float
 
     def step_ms(self, plan: StepPlan) -> float:
-        """Of a whole step."""
+        """The time of a whole step."""
         rows, chunks = len(plan.decode_slots_S), plan.prefill
         found = float(np.interp(rows, list(self.decode), list(self.decode.values())))
         found += int(plan.decode_positions_S.sum()) * self.context
@@ -74,13 +74,14 @@ class Asked:
 
 
 def nano(seed: int) -> list[Asked]:
-    """256 at once."""
+    """256 requests at once."""
     lengths = np.random.default_rng(seed).integers(100, 1025, (256, 2)).tolist()
     return [Asked(at_s=0.0, num_prompt=prompt, num_output=output) for prompt, output in lengths]
 
 
 def code(seed: int, *, count: int, rate: float | None, long_share: float = 0.0) -> list[Asked]:
-    """Prompts around 2,000 tokens, outputs around 28. rate: a second; None: all at once. long_share: of 30,000."""
+    """Prompts around 2,000 tokens, outputs around 28. rate: requests per second; None: all at once. long_share: share
+    of prompts with 30,000 tokens."""
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(7.25, 0.9, count), 3, 7437).astype(int)
     prompts[rng.random(count) < long_share] = 30_000
@@ -93,7 +94,7 @@ def code(seed: int, *, count: int, rate: float | None, long_share: float = 0.0) 
 
 
 def scheduler_of(num_requests: int, **pace: float) -> Scheduler:
-    """With room for all of them; two plans are in flight, as on a GPU."""
+    """A scheduler with room for all requests and two plans in flight, as on a GPU."""
     blocks = BlockManager(
         BlockManagerConfig(
             num_blocks=NUM_BLOCKS,
@@ -119,7 +120,7 @@ def scheduler_of(num_requests: int, **pace: float) -> Scheduler:
 
 
 def simulate(asked: list[Asked], device: Device, **pace: float) -> dict[str, float]:
-    """Serve all; seconds are the device's."""
+    """Serve all requests; times are the device's."""
     scheduler = scheduler_of(len(asked), **pace)
     coming, in_flight = deque(sorted(enumerate(asked), key=lambda each: each[1].at_s)), deque[StepPlan]()
     now_s = free_s = 0.0
@@ -161,7 +162,7 @@ def simulate(asked: list[Asked], device: Device, **pace: float) -> dict[str, flo
 
 
 def workloads(shape: str, count: int) -> dict[str, list[Asked]]:
-    """By name. Rates are some of what the device can take."""
+    """The workloads by name. Rates are fractions of the device's capacity."""
     rates = {"0.5B": (50, 100, 150, 200), "7B": (4, 8, 14, 20)}[shape]
     made = {f"code, {rate} a second": code(0, count=count, rate=rate) for rate in rates}
     made["code, all at once"] = code(0, count=count, rate=None)
@@ -173,7 +174,7 @@ def workloads(shape: str, count: int) -> dict[str, list[Asked]]:
 
 
 def main() -> None:
-    """Print a table a shape."""
+    """Print a table for each shape."""
     parser = argparse.ArgumentParser(prog="python -m bench.worker.pace", description=__doc__)
     parser.add_argument("--shape", choices=H200, nargs="+", default=list(H200))
     parser.add_argument("--requests", type=int, default=1000, help="of a row; default: %(default)s")

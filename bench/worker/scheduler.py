@@ -33,21 +33,21 @@ VOCAB_SIZE = 10_000
 
 
 class NullRunner:
-    """Gives the same token to everybody, at once."""
+    """Gives every request the same token, at once."""
 
     def __init__(self, max_in_flight: int) -> None:
         self.max_in_flight = max_in_flight
         self._plans: deque[StepPlan] = deque()
 
     def launch(self, plan: StepPlan) -> None:
-        """Remember it."""
+        """Remember the plan."""
         self._plans.append(plan)
 
     def constrain(self, masks: StepMasks) -> None:
-        """Nobody has a grammar."""
+        """Never called: no request has a grammar."""
 
     def collect(self) -> StepResult:
-        """Tokens that stop nobody."""
+        """Tokens that end no request."""
         plan = self._plans.popleft()
         num_sampled = len(plan.sampled_slots)
         return StepResult(
@@ -55,19 +55,19 @@ class NullRunner:
         )
 
     def close(self) -> None:
-        """Nothing."""
+        """Nothing to close."""
 
 
 class Nowhere(Mailbox):
-    """What a step gives is thrown away."""
+    """Throws the output of steps away."""
 
     def take(self, output: StepOutput) -> None:
-        """Packed it is by now, and that is what is measured."""
+        """Drop the output: packing it is part of what is measured, and is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Room that the null runner would have."""
+    """Limits that the null runner claims to have."""
 
     num_blocks: int
     max_slots: int
@@ -77,7 +77,7 @@ class Sizes:
 
 
 class Bench(NamedTuple):
-    """What a measurement drives."""
+    """The parts that a measurement drives."""
 
     engine: Engine
     scheduler: Scheduler
@@ -100,7 +100,7 @@ def make_engine(*, num_blocks: int, max_num_seqs: int, max_in_flight: int, max_b
 
 
 def make_steady(num_running: int, max_in_flight: int, num_steps: int) -> Bench:
-    """All requests past their prefill, at staggered positions in their blocks."""
+    """An engine with all requests past their prefill, at staggered positions in their blocks."""
     blocks_each = -(-(PROMPT_TOKENS + 2 * BLOCK_SIZE + num_steps + 64) // BLOCK_SIZE) + 1
     bench = make_engine(
         num_blocks=num_running * blocks_each,
@@ -165,7 +165,7 @@ def measure_steady(num_running: int, max_in_flight: int, num_steps: int) -> dict
 
 
 def measure_queue(num_tenants: int, num_steps: int) -> dict[str, float]:
-    """One row: 256 running, 1,000 waiting of so many tenants; and a burst of theirs."""
+    """One row: 256 requests running and 1,000 waiting, of this many tenants; and a burst of these tenants."""
     bench, rng = make_steady(256, 1, num_steps), np.random.default_rng(1)
     bench.mail.coming = [_run(handle, 64, 8, rng, num_tenants) for handle in range(10_000, 11_000)]
     bench.engine.step()
@@ -202,7 +202,7 @@ def measure_burst(num_requests: int, prompt: int, output: int, num_tenants: int 
 
 
 def print_table(rows: list[dict[str, float]]) -> None:
-    """Columns as wide as their names."""
+    """Print rows, with columns as wide as their names."""
     print("  ".join(rows[0]))
     for row in rows:
         print("  ".join(f"{value:>{len(name)}}" for name, value in row.items()))
@@ -210,7 +210,7 @@ def print_table(rows: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Print the tables; write JSON where asked."""
+    """Print the tables; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2])

@@ -40,7 +40,7 @@ LEAST_MINUTES = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How large everything is. num_blocks: far fewer than all slots want at once, so that requests are preempted."""
+    """Sizes. num_blocks: far fewer than all slots need at once, so that requests are preempted."""
 
     max_slots: int
     max_model_len: int
@@ -63,7 +63,7 @@ CPU_PLAN = Plan(
 
 
 def cuda_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
-    """Over random weights of a published shape, or the embedded model, with recorded steps."""
+    """A CUDA runner with recorded steps, over random weights of a published shape or the embedded model."""
     from bench.gpu.models import random_model
     from octavo.model.gpu.weights import GpuWeights
     from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
@@ -89,7 +89,7 @@ def cuda_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
 
 
 def cpu_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
-    """The embedded model, or a checkpoint's folder."""
+    """A CPU runner over the embedded model, or a checkpoint in a folder."""
     model = load_model(resolve_checkpoint(name))
     if mode is Deterministic.ON:
         make_invariant(model, max_positions=plan.max_model_len + 1)
@@ -107,7 +107,7 @@ def cpu_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
 
 
 def report_of(soak: Soak, arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Everything, for JSON."""
+    """The whole report, for JSON."""
     return {
         "device": device,
         "arguments": {name: str(value) for name, value in vars(arguments).items()},

@@ -1,5 +1,5 @@
-"""What a soak asks for: requests of all kinds and lengths with shared beginnings, cancels at random moments, and a
-canary whose answer must not change.
+"""The load of a soak: requests of all kinds and lengths with shared prefixes, cancels at random moments, and a canary
+whose answer must not change.
 
 Must not know: the device, the runner.
 """
@@ -24,13 +24,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "min_tokens": {"temperature": 0.9, "min_tokens": 8, "stop_token_ids": (11, 12, 13), "ignore_eos": False},
 }
 NUM_SHARED = 16
-CANCELLED_EACH = 0.2  # of the requests, somewhere in their life
+CANCELLED_EACH = 0.2  # share of the requests, at any point of their life
 CANARY_OUTPUT = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSizes:
-    """concurrency: requests open at once. Lengths: most tokens."""
+    """concurrency: requests open at once. Lengths: maximum numbers of tokens."""
 
     concurrency: int
     longest_prompt: int
@@ -40,12 +40,13 @@ class LoadSizes:
 
 @dataclass(kw_only=True)
 class Load:
-    """Keeps an engine busy. ended: by reason; asked: by kind; num_mistakes: answers of a wrong length."""
+    """Keeps an engine busy. ended: counts by reason. asked: counts by kind. num_mistakes: answers with a wrong
+    length."""
 
     engine: InProcess
     sizes: LoadSizes
     rng: np.random.Generator
-    open: dict[int, tuple[str, int]] = field(default_factory=dict)  # kind and longest output, by handle
+    open: dict[int, tuple[str, int]] = field(default_factory=dict)  # (kind, maximum output length) by handle
     doomed: dict[int, int] = field(default_factory=dict)  # tokens after which a request is cancelled
     asked: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
@@ -55,7 +56,7 @@ class Load:
         self._shared = [self._ids(self.sizes.longest_prompt // 2) for _ in range(NUM_SHARED)]
 
     def fill_up(self) -> None:
-        """Ask until as many are open as there should be."""
+        """Send requests until as many are open as there should be."""
         while len(self.open) < self.sizes.concurrency:
             kind = str(self.rng.choice(list(KINDS)))
             shared = self._shared[self.rng.integers(NUM_SHARED)][: self.rng.integers(0, self.sizes.longest_prompt // 2)]
@@ -69,7 +70,7 @@ class Load:
                 self.doomed[handle] = int(self.rng.integers(0, num_output))
 
     def cancel_some(self) -> None:
-        """Those whose time has come: before their first token, or in the middle."""
+        """Cancel requests that are due: before their first token, or in the middle."""
         tokens = self.engine.mail.tokens
         for handle, after in list(self.doomed.items()):
             if len(tokens.get(handle, ())) >= after and self.rng.random() < 0.3:
@@ -77,7 +78,7 @@ class Load:
                 del self.doomed[handle]
 
     def take_ended(self) -> None:
-        """Forget what has ended, and count it."""
+        """Count requests that have ended, and forget them."""
         mail = self.engine.mail
         for handle in [handle for handle in mail.finished if handle in self.open]:
             finished, (_, num_output) = mail.finished.pop(handle), self.open.pop(handle)
@@ -94,7 +95,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """Where a canary's answer left the first one's, and how far apart the two best choices were there, in nats."""
+    """Where a canary's answer first differed from the first answer, and how far apart the two best choices were, in
+    nats."""
 
     at_s: float
     index: int
@@ -103,7 +105,7 @@ class Parting:
 
 @dataclass(kw_only=True)
 class Canary:
-    """One prompt, greedy, asked again and again. first: its first answer. partings: of later ones."""
+    """One greedy prompt, sent over and over. first: its first answer. partings: where later answers differed."""
 
     engine: InProcess
     prompt_ids_T: np.ndarray
@@ -115,14 +117,14 @@ class Canary:
     handle: int | None = None
 
     def ask(self) -> None:
-        """Once more, where the last one has been answered."""
+        """Send the prompt again, if the last one has been answered."""
         if self.handle is None:
             self.handle = self.engine.ask(
                 self.prompt_ids_T, max_tokens=CANARY_OUTPUT, ignore_eos=True, temperature=0.0, seed=0, num_logprobs=2
             )
 
     def take(self) -> None:
-        """The answer, where it is there."""
+        """Take the answer, if it is complete."""
         mail = self.engine.mail
         if self.handle is None or self.handle not in mail.finished:
             return

@@ -1,5 +1,4 @@
-"""A soak of an engine in this process: load, cancels and a canary, looked at every ten seconds, and what must be so in
-the end.
+"""A soak of an engine in this process: load, cancels and a canary, sampled every ten seconds, and checks at the end.
 
 Must not know: the device, the runner.
 """
@@ -19,12 +18,12 @@ from octavo.worker.config import Deterministic
 SAMPLE_S, CANARY_S = 10.0, 5.0
 NEAR_TIE_NATS = 2 / 32  # two spacings of logits between 4 and 8 in bf16
 GOOD_ENDS = {"LENGTH", "STOP", "CANCELLED"}
-WARM_UP = 0.2  # of the samples: pools and caches fill in the beginning
+WARM_UP = 0.2  # share of the samples, while pools and caches fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Of one moment. Bytes; cuda_used: by everybody on the device. violations: what the block manager's audit found."""
+    """A sample, in bytes. cuda_used: by all processes on the device. violations: found by the block manager's audit."""
 
     at_s: float
     rss: int
@@ -42,7 +41,7 @@ class Sample:
 
 
 def sample(engine: InProcess, at_s: float) -> Sample:
-    """Now. The audit recounts every block."""
+    """A sample of now. The audit recounts every block."""
     on_cuda = torch.cuda.is_available()
     free, total = torch.cuda.mem_get_info() if on_cuda else (0, 0)
     return Sample(
@@ -64,7 +63,7 @@ def sample(engine: InProcess, at_s: float) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """KiB a minute, the half width of its 95 % interval, and the mean of the samples."""
+    """KiB per minute, the half width of the 95 % interval, and the mean of the samples."""
 
     kib_per_minute: float
     half_width: float
@@ -73,13 +72,13 @@ class Slope:
 
     @property
     def is_flat(self) -> bool:
-        """Zero lies in the interval, or what grows is less than a thousandth of the whole a minute: allocators go on
-        finding a better place for something for a long time."""
+        """Whether the interval's lower end is at most a thousandth of the mean per minute: allocators keep moving
+        things for a long time."""
         return self.kib_per_minute - self.half_width <= self.level_kib / 1000
 
 
 def slope(samples: list[Sample], column: str) -> Slope:
-    """Of the least squares line, without the warm-up. Raises ValueError for fewer than four samples."""
+    """The slope of the least squares line, without the warm-up. Raises ValueError for fewer than four samples."""
     kept = samples[int(len(samples) * WARM_UP) :]
     count = len(kept)
     if count < 4:
@@ -95,7 +94,7 @@ def slope(samples: list[Sample], column: str) -> Slope:
 
 
 def slopes(samples: list[Sample]) -> dict[str, dict[str, Any]]:
-    """Of this process's columns of bytes."""
+    """The slopes of this process's byte columns."""
     columns = ("rss", "cuda_allocated", "cuda_reserved")
     found = {column: slope(samples, column) for column in columns}
     return {column: {**asdict(each), "is_flat": each.is_flat} for column, each in found.items()}
@@ -103,7 +102,7 @@ def slopes(samples: list[Sample]) -> dict[str, dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class Soak:
-    """A run. samples: what was seen."""
+    """A run. samples: taken so far."""
 
     engine: InProcess
     load: Load
@@ -112,7 +111,7 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
 
     def run(self, seconds: float) -> None:
-        """Under load for so long, then to the end of everything asked for."""
+        """Run under load for this long, then until everything requested has ended."""
         next_sample_s = next_canary_s = 0.0
         while self.clock() < seconds:
             self.load.fill_up()
@@ -126,7 +125,7 @@ class Soak:
                 next_sample_s = self.clock() + SAMPLE_S
         while self.load.open or self.canary.handle is not None:
             self._step()
-        for _ in range(4):  # steps in flight for nobody
+        for _ in range(4):  # steps in flight that no request needs
             self._step()
         self._look()
 
@@ -150,7 +149,7 @@ class Soak:
 
 
 def verdicts(soak: Soak, mode: Deterministic) -> dict[str, bool]:
-    """What must be so, by name."""
+    """The checks by name: whether each holds."""
     last, ended, partings = soak.samples[-1], soak.load.ended, soak.canary.partings
     found = {
         "audits clean": not any(each.violations for each in soak.samples),

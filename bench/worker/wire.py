@@ -48,7 +48,7 @@ MODEL = "bench"
 
 
 def register(epoch: str, rows: int) -> Register:
-    """A worker of one large model."""
+    """The registration of a worker with one large model."""
     card = ModelCard(
         name=MODEL,
         fingerprint="f",
@@ -65,7 +65,7 @@ def register(epoch: str, rows: int) -> Register:
 
 
 def step_message(epoch: str, seq: int, handles_N: np.ndarray, finished: tuple[Finished, ...] = ()) -> StepOutput:
-    """One token per handle."""
+    """The output of a step with one token per handle."""
     tokens_N = np.full(len(handles_N), seq % 151_665, np.int32)
     return StepOutput(
         epoch=epoch, seq=seq, step=seq, handles=handles_N.tobytes(), tokens=tokens_N.tobytes(), finished=finished
@@ -88,7 +88,7 @@ def play_worker(address: str, rows: int, steps: int) -> None:
 
 
 def flood(link: WorkerLink, epoch: str, seq: int, handles_N: np.ndarray, steps: int) -> int:
-    """Steps as fast as they go out, the last with every end."""
+    """Send steps as fast as the socket takes them, the last one with the ends of all outputs."""
     ends = tuple(
         Finished(handle=handle, reason=WireFinishReason.LENGTH, completion_tokens=steps)
         for handle in handles_N.tolist()
@@ -124,7 +124,7 @@ async def round_trips(frame: bytes, count: int, kind: str) -> float:
 
 
 async def through_reader(address: str, start: Callable[[], None], frame: bytes, count: int) -> float:
-    """add_reader on the socket's descriptor, as `gateway.workers.link` does it."""
+    """The round trips with add_reader on the socket's descriptor, as in `gateway.workers.link`."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = new_router(context)
@@ -147,7 +147,7 @@ async def through_reader(address: str, start: Callable[[], None], frame: bytes, 
 
     loop.add_reader(int(router.getsockopt(zmq.FD)), drain)
     start()
-    while not done.done():  # the descriptor is edge-triggered: look now and then
+    while not done.done():  # the descriptor is edge-triggered: poll now and then
         await asyncio.sleep(0.05)
         drain()
     loop.remove_reader(int(router.getsockopt(zmq.FD)))
@@ -180,22 +180,22 @@ class CountingSink:
         self.done = asyncio.get_running_loop().create_future()
 
     def on_started(self) -> None:
-        """Nothing to do."""
+        """Ignore."""
 
     def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """Count."""
         self.num_tokens += len(token_ids)
 
     def on_finished(self, finished: Finished) -> None:
-        """Terminal."""
+        """Note the terminal event."""
         self.done.set_result(None)
 
     def on_lost(self, reason: str, detail: str) -> None:
-        """Terminal."""
+        """Note the terminal event."""
         self.done.set_exception(RuntimeError(f"{reason}: {detail}"))
 
     def on_moved(self, worker_id: str, lost_s: float, moved_s: float) -> None:
-        """Never."""
+        """Never called."""
 
 
 def microseconds(call: Callable[[], object], repeats: int = 2_000) -> float:
@@ -221,7 +221,7 @@ def codec_figures(rows: int) -> dict[str, float]:
 
 
 async def link_figures(rows: int, steps: int) -> dict[str, float]:
-    """Through the real pool: tokens and messages per second, and the gateway's CPU time per message."""
+    """Figures through the real pool: tokens and messages per second, and the gateway's CPU time per message."""
     folder = Path(tempfile.mkdtemp())
     pool = WorkerPool(WorkerPoolConfig(endpoints=(f"ipc://{folder}/run/gateway-0.sock",)))
     await pool.start()
@@ -262,7 +262,7 @@ async def one_round(pool: WorkerPool, rows: int, steps: int) -> tuple[float, flo
 
 
 async def measure(rows: int, steps: int) -> dict[str, float]:
-    """Everything."""
+    """All figures."""
     frame = encode(step_message("e" * 32, 1, np.arange(rows, dtype=np.int64)))
     figures = codec_figures(rows) | await link_figures(rows, steps)
     for kind in ("reader", "asyncio"):

@@ -26,17 +26,17 @@ _SWITCHES = {
     Isa.BF16: ("AVX512_VBMI", "AVX512_BF16"),
     Isa.AMX: ("AMX_TILE", "AMX_INT8", "AMX_BF16"),
 }
-"""Of ggml's build, that make a class beyond those of the class before."""
+"""Switches of ggml's build for each class, in addition to those of the class before."""
 
 
 def cmake_arguments(isa: Isa) -> str:
-    """For a build that uses nothing above this class."""
+    """Arguments for a build that uses no instructions above this class."""
     switches = (f"-DGGML_{name}={'ON' if each <= isa else 'OFF'}" for each in _SWITCHES for name in _SWITCHES[each])
     return " ".join(("-DGGML_NATIVE=OFF", *switches))
 
 
 def install(what: str, package: str, *arguments: str, **environment: str) -> bool:
-    """Whether it is there now; a sentence where it is not."""
+    """Install a package; whether it is there now. Prints a sentence if not."""
     pip = [str(FOLDER / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "-q", *arguments, package]
     done = subprocess.run(pip, capture_output=True, text=True, env=os.environ | environment, check=False)
     last = (done.stderr.strip().splitlines() or ["no details"])[-1]
@@ -45,7 +45,7 @@ def install(what: str, package: str, *arguments: str, **environment: str) -> boo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit 0 also where a peer is left out: the others are compared."""
+    """The exit code is 0 even if a peer is left out: the others are compared."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.peers.install", description=__doc__)
     parser.add_argument("--isa", choices=BOUNDS, help="compile llama.cpp for this class, too")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
-"""Other engines as sides: each in a process of the peers' environment, asked over its standard input.
+"""Other engines as sides: each in a process of the peers' environment that reads requests from its standard input.
 
-Where one cannot be had, a sentence says why and what to do. Must not know: what is measured.
+If one is not available, a sentence says why and what to do. Must not know: what is measured.
 """
 
 import json
@@ -25,7 +25,8 @@ class PeerMissing(Exception):
 
 
 class PeerSide:
-    """One of the sides. Raises PeerMissing where the process does not get ready; `serve` RuntimeError where it ends."""
+    """One of the sides. Raises PeerMissing if the process does not become ready; `serve` raises RuntimeError if it
+    ends."""
 
     def __init__(self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
         python = FOLDER / "bin/python"
@@ -63,7 +64,7 @@ class PeerSide:
         self._process.communicate()
 
     def _read(self) -> dict[str, object]:
-        """Its next answer; what else a library prints is passed over."""
+        """The process's next answer; other output of its libraries is skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -92,15 +93,15 @@ def random_gguf(shape: Shape, weights: str) -> Path:
 
 
 def openvino(shape: Shape, weights: str, threads: int, clock: str) -> PeerSide:
-    """OpenVINO GenAI, on no better instructions than ours: bf16 arithmetic where these have it. Raises PeerMissing."""
+    """OpenVINO GenAI, with no better instructions than ours: bf16 arithmetic if these have it. Raises PeerMissing."""
     precision = "bf16" if cpu_isa() >= Isa.BF16 else "f32"
     name = f"OpenVINO GenAI, {weights} weights, {precision}"
-    # The variable that bounds oneDNN was set with ours, if they are bounded.
+    # The variable that limits oneDNN was set along with ours, if instructions are limited.
     return PeerSide(name, "serve_openvino.py", str(random_gguf(shape, weights)), str(threads), clock, precision)
 
 
 def llama(shape: Shape, weights: str, threads: int, clock: str) -> PeerSide:
-    """llama.cpp as it was compiled for this class of instructions. Raises PeerMissing."""
+    """llama.cpp, compiled for this class of instructions. Raises PeerMissing."""
     name, environment = f"llama.cpp, {weights} weights", {}
     if cpu_isa() < machine_isa():
         folder = llama_folder(cpu_isa())
@@ -114,5 +115,5 @@ def llama(shape: Shape, weights: str, threads: int, clock: str) -> PeerSide:
 
 
 def llama_folder(isa: Isa) -> Path:
-    """Where it is, compiled for lesser instructions than the machine's."""
+    """The folder of llama.cpp compiled for fewer instructions than the machine has."""
     return FOLDER / f"llama-{isa.word}"

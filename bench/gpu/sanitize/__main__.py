@@ -44,27 +44,27 @@ SUMMARIES = (
 )
 RACE, PLACE = "Race reported between", re.compile(r" in (\w+\.py):(\d+)")
 HAND_OVER = re.compile(r"def \w+_kernel\(|    gl\.warp_specialize\($")
-"""Where triton's own code has its place that tells waiting groups of warps what to do. Each of its reads and writes
-stands between two barriers of the whole program (github.com/triton-lang/triton/pull/11324), of which racecheck does not
-know: that it calls a race."""
+"""Lines to which Triton attributes its own code that tells waiting groups of warps what to do. Each of these reads and
+writes is between two barriers of the whole thread block (github.com/triton-lang/triton/pull/11324), which racecheck
+does not know, so it reports a race."""
 TESTS_OF_A_PROCESS, SLOW_TESTS_OF_A_PROCESS = 5, 2
 MUCH_SHARED = 65_536
-"""Bytes: what only Hopper's own kernels have."""
+"""Bytes of shared memory that only Hopper's own kernels have."""
 CONTROL = "planted"
 PLANTED = ("_store_behind_the_end_kernel", "planted_race")
 ENDING = "_kernel"
-"""Of the name of every function that is launched."""
+"""The end of the name of every function that is launched."""
 NEVER_LAUNCHED = "precompile._kernel"
-"""It is compiled to wake the compiler."""
+"""Compiled only to wake the compiler."""
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o", "addopts=", "-W", "ignore",
           "-p", "bench.gpu.sanitize.launches")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Of one process. tool: "" where it ran without one. num_errors: as the tool counted them, without those that are
-    none; None where it did not come to that. passed: seconds of each test that did. kernels: of each, shared bytes by
-    name."""
+    """The result of one process. tool: "" if it ran without one. num_errors: as the tool counted them, minus false
+    ones; None if it did not get that far. passed: seconds of each test that passed. kernels: for each test, shared
+    bytes by kernel name."""
 
     tool: str
     file: str
@@ -78,7 +78,7 @@ class Finding:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was found, no test failed; under a tool every test passed."""
+        """Whether nothing was found and no test failed; under a tool every test must have passed."""
         if self.tool:
             return self.num_errors == 0 and set(self.asked) <= set(self.passed)
         return re.search(r"\d+ (passed|skipped)", self.outcome) is not None and not re.search(
@@ -87,7 +87,7 @@ class Finding:
 
 
 def find_sanitizer() -> str:
-    """Its path. Raises SystemExit saying where it comes from."""
+    """The path of compute-sanitizer. If there is none, raises SystemExit saying where to get it."""
     found = shutil.which("compute-sanitizer") or next((place for place in PLACES if Path(place).exists()), None)
     if found is None:
         raise SystemExit("error: there is no compute-sanitizer; it is part of the CUDA toolkit")
@@ -95,7 +95,7 @@ def find_sanitizer() -> str:
 
 
 def all_kernels() -> list[str]:
-    """Names below the room of kernels, as launches.py has them, of every function there that is launched."""
+    """The names of all kernels, relative to the kernels' package, as in launches.py."""
     found = []
     for path in sorted((REPOSITORY / KERNELS).rglob("*.py")):
         module = ".".join(path.relative_to(REPOSITORY / KERNELS).with_suffix("").parts)
@@ -108,17 +108,17 @@ def all_kernels() -> list[str]:
 
 
 def is_compiled(function: ast.FunctionDef) -> bool:
-    """By triton, as Gluon or not."""
+    """Whether Triton compiles the function, as Gluon or not."""
     return any(re.match(r"(triton|gluon)\.jit", ast.unparse(each)) for each in function.decorator_list)
 
 
 def pytest_command(*words: str) -> list[str]:
-    """Of these words."""
+    """The pytest command with these arguments."""
     return [sys.executable, *PYTEST, f"--rootdir={REPOSITORY}", *words]
 
 
 def collect(files: list[str], *, sanitized: bool) -> dict[str, list[str]]:
-    """The tests of each file, as pytest names them. Raises SystemExit where a file has none."""
+    """The tests of each file, as pytest names them. Raises SystemExit if a file has none."""
     command = pytest_command(*files, "--collect-only", *(["--sanitized"] if sanitized else []))
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     tests = {file: [line for line in done.stdout.splitlines() if line.startswith(f"{file}::")] for file in files}
@@ -128,20 +128,20 @@ def collect(files: list[str], *, sanitized: bool) -> dict[str, list[str]]:
 
 
 def shares(tests: list[str], size: int) -> Iterator[list[str]]:
-    """What each process runs."""
+    """The tests that each process runs."""
     return (tests[at : at + size] for at in range(0, len(tests), size))
 
 
 def watched(sanitizer: str, tool: str, names: list[str]) -> list[str]:
-    """What a command that a tool shall watch begins with; it looks at kernels of these names alone."""
+    """The beginning of a command that a tool is to watch; the tool checks only kernels with these names."""
     filters = [word for name in names for word in ("--kernel-name", f"kernel_name={name}")]
-    # Not what the driver answers: a library that asks it for each of its functions is told of those that it has not.
+    # Errors that the driver returns do not count: a library asks it for functions that it may not have.
     quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
     return [sanitizer, "--tool", tool, "--error-exitcode", "99", "--print-limit", "20", *quiet, *filters]
 
 
 def run(tool: str, file: str, command: list[str], timeout_s: float, *, asked: list[str] | None = None) -> Finding:
-    """One process. file: what the command is about. asked: tests of it, which note their launches."""
+    """Run one process. file: what the command is about. asked: tests in it, which record their launches."""
     start_s, asked = time.monotonic(), asked or []
     if timeout_s <= 0:
         return Finding(
@@ -169,13 +169,14 @@ def run(tool: str, file: str, command: list[str], timeout_s: float, *, asked: li
 
 
 def num_hand_overs(log: str) -> int:
-    """Races that the tool reports between places of triton's own code alone. An access without a line is none."""
+    """Number of reported races that are only between lines of Triton's own code. An access without a line is not
+    one."""
     reports = [re.split(r"\n(?!=+ +and )", report)[0].splitlines() for report in log.split(RACE)[1:]]
     return sum(all(is_hand_over(access) for access in report) for report in reports)
 
 
 def is_hand_over(access: str) -> bool:
-    """Whether the line of a kernel's file that it names is such a place."""
+    """Whether the source line that the access names is one of Triton's own code (HAND_OVER)."""
     found = PLACE.search(access)
     if found is None:
         return False
@@ -185,7 +186,7 @@ def is_hand_over(access: str) -> bool:
 
 
 def output_of(command: list[str], timeout_s: float, *, caches_memory: bool) -> str:
-    """All that the process writes; one that does not end in time is killed with what it started."""
+    """All output of the process; if it does not end in time, it is killed with all that it started."""
     own = {} if caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -194,13 +195,13 @@ def output_of(command: list[str], timeout_s: float, *, caches_memory: bool) -> s
         try:
             return process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # what the tool runs is a child of it, which has the pipe open
+            os.killpg(process.pid, signal.SIGKILL)  # the tool's child process has the pipe open
             return f"{process.communicate()[0]}\nno end after {timeout_s:.0f} s"
 
 
 @dataclass(order=True, slots=True)
 class Task:
-    """A process to start. rank: the smallest is started first. tool: "" to compile. shared_bytes: the largest of its
+    """A process to start. rank: the smallest is started first. tool: "" to compile. shared_bytes: the largest among its
     kernels."""
 
     rank: tuple[int, int, int]
@@ -210,16 +211,16 @@ class Task:
 
     @classmethod
     def of(cls, tool: str, file: str, asked: list[str], *, number: int, shared_bytes: int = 0) -> "Task":
-        """number: among tasks of one kind, the lowest is first. Behind a control, racecheck of the most shared memory
-        takes longest; what is to compile is behind that of Hopper's own kernels alone."""
+        """number: among tasks of one kind, the lowest comes first. After a control come the longest tasks, racecheck of
+        Hopper's own kernels, those with the most shared memory first; then compiling, then the rest."""
         is_slow = tool == "racecheck" and shared_bytes > MUCH_SHARED
         kind = 0 if file == CONTROL else 1 if is_slow else 2 if not tool else 3
         return cls((kind, -shared_bytes, number), tool, file, asked)
 
 
 class Work:
-    """Processes, so many beside each other: each share of the tests without a tool, then under those that have
-    something to look at."""
+    """Processes, several in parallel: each share of the tests runs without a tool, then under the tools that have
+    something to check."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -230,7 +231,7 @@ class Work:
         self.findings: list[Finding] = []
 
     def do(self) -> None:
-        """All of it; prints a line for each process as it ends."""
+        """Do all of it; prints a line for each process as it ends."""
         tests = collect(self._arguments.files, sanitized=not self._arguments.all)
         waiting = [Task.of(tool, CONTROL, [], number=0) for tool in self._arguments.tools]
         all_shares = [(file, share) for file in tests for share in shares(tests[file], TESTS_OF_A_PROCESS)]
@@ -254,7 +255,7 @@ class Work:
         return run(task.tool, task.file, command, left_s, asked=task.asked)
 
     def _tell(self, found: Finding) -> list[Task]:
-        """Keep what one process found. Returns what is to be done now that it ended."""
+        """Keep the result of one process. Returns the tasks that can be done now that it has ended."""
         if found.file == CONTROL:
             print(f"control: {found.tool} found {found.num_errors} of what was planted", flush=True)
             if not found.num_errors:
@@ -271,7 +272,7 @@ class Work:
         return [] if found.tool else list(self._under_tools(found))
 
     def _under_tools(self, found: Finding) -> Iterator[Task]:
-        """For the tests of it that launched something to look at."""
+        """Tasks under each tool, for those of its tests that launched something to check."""
         for tool in self._arguments.tools:
             least = 1 if tool == "racecheck" else 0
             shared = {test: max(sizes.values(), default=-1) for test, sizes in found.kernels.items()}
@@ -284,7 +285,7 @@ class Work:
 
 @dataclass(slots=True)
 class Cover:
-    """Of a kernel by a tool. num_tests: that passed in a process that is clean. seconds: of them."""
+    """Coverage of a kernel by a tool. num_tests: that passed in a clean process. seconds: of these tests."""
 
     num_tests: int = 0
     seconds: float = 0.0
@@ -292,7 +293,7 @@ class Cover:
 
 
 def coverage(findings: list[Finding]) -> tuple[dict[str, int], dict[tuple[str, str], Cover]]:
-    """Shared bytes of each kernel that was launched, and what each tool saw of it."""
+    """Shared bytes of each launched kernel, and its coverage by each tool."""
     shared: dict[str, int] = {}
     covers: dict[tuple[str, str], Cover] = defaultdict(Cover)
     kernels = {name: of_test for found in findings if not found.tool for name, of_test in found.kernels.items()}

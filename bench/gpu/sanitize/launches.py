@@ -1,10 +1,10 @@
-"""What a test launches: a plugin of pytest that keeps the tests chosen for sanitizers, and notes each one's kernels.
+"""A pytest plugin that selects the tests chosen for sanitizers, and records the kernels that each test launches.
 
     python -m pytest -p bench.gpu.sanitize.launches --sanitized --launches PATH tests/model/kernels
 
---sanitized keeps tests that are marked: `@pytest.mark.sanitize`, or those of its cases for whose parameters
-`@pytest.mark.sanitize(only=...)` says so. --launches adds a line of JSON to the file for each test that passed: its
-name, its seconds, and what shared memory each of its kernels has, in bytes. Kernels in triton's interpreter have none.
+--sanitized selects tests that are marked with `@pytest.mark.sanitize`, or the cases whose parameters
+`@pytest.mark.sanitize(only=...)` accepts. --launches adds a line of JSON to the file for each test that passed: its
+name, its seconds, and the bytes of shared memory of each of its kernels. Kernels in Triton's interpreter have none.
 """
 
 import inspect
@@ -20,16 +20,16 @@ ROOM = "octavo.model.kernels."
 
 
 def kernel_name(kernel: Any) -> str:
-    """Where it is defined, below the room of kernels."""
+    """The kernel's name with its module, relative to the kernels' package."""
     return f"{kernel.fn.__module__.removeprefix(ROOM)}.{kernel.fn.__name__}"
 
 
 class Launches:
-    """Notes what is launched, once it `begins`."""
+    """Records launches, once it `begins`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Not before: conftest decides whether triton interprets.
+        # Imported only now: conftest decides whether Triton interprets kernels.
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
@@ -59,7 +59,7 @@ class Launches:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Note the test, where it passes."""
+        """Record the test, if it passes."""
         self._shared, start_s = {}, time.monotonic()
         yield
         told = {"test": item.nodeid, "seconds": time.monotonic() - start_s, "kernels": self._shared}
@@ -68,20 +68,20 @@ class Launches:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two."""
+    """Add the two options."""
     parser.addoption("--sanitized", action="store_true", help="only tests that are marked for it")
     parser.addoption("--launches", type=Path, help="note kernels of passed tests here")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin."""
+    """Begin recording, if asked."""
     path = config.getoption("--launches")
     if path is not None:
         config.pluginmanager.register(Launches(path))
 
 
 def is_chosen(item: pytest.Item) -> bool:
-    """Whether its mark says so."""
+    """Whether the test's mark selects it."""
     mark = item.get_closest_marker("sanitize")
     only = None if mark is None else mark.kwargs.get("only")
     if only is None:
@@ -91,7 +91,7 @@ def is_chosen(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what was asked for."""
+    """Keep only the selected tests, if asked."""
     if config.getoption("--sanitized"):
         left_out = [item for item in items if not is_chosen(item)]
         items[:] = [item for item in items if is_chosen(item)]

@@ -31,7 +31,7 @@ def _store_behind_the_end_kernel(out, count, BLOCK: tl.constexpr):  # type: igno
 
 
 def plant_memcheck() -> None:
-    """Far behind the end: allocations are rounded up."""
+    """Store far beyond the end, since allocations are rounded up."""
     out = torch.zeros(64, device="cuda")
     _store_behind_the_end_kernel[(1,)](out, 1 << 16, BLOCK=1 << 17)
 

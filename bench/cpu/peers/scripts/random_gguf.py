@@ -1,7 +1,7 @@
-"""A GGUF file with random weights in the shape of Qwen2.5, which llama.cpp and OpenVINO GenAI both read. It runs in the
-peers' environment: `python random_gguf.py '{"hidden_size": 896, …}' q8_0 FILE`.
+"""Writes a GGUF file with random weights in the shape of Qwen2.5, which llama.cpp and OpenVINO GenAI both read. Runs in
+the peers' environment: `python random_gguf.py '{"hidden_size": 896, …}' q8_0 FILE`.
 
-The tokenizer is as large as the model's and of no use: requests are token ids.
+The tokenizer is as large as the model's but useless: requests are token ids.
 """
 
 import json
@@ -62,7 +62,7 @@ def write(shape: dict[str, int], weights: str, path: Path) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
-    """Every byte, two letters for each token more, and three special tokens at the end."""
+    """Add every byte, two letters for each further token, and three special tokens at the end."""
     letters = _byte_letters()
     words = [*letters, *(one + other for one in letters for other in letters)]
     words += [words[256 + i % 60_000] + letters[i // 60_000 + 33] for i in range(max(0, size - len(words)))]
@@ -80,7 +80,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _byte_letters() -> list[str]:
-    """Of each byte, as GPT-2's byte-level tokenizer writes it."""
+    """The letter that stands for each byte in GPT-2's byte-level tokenizer."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     codes, more = [], 256
     for byte in range(256):

@@ -1,8 +1,8 @@
-"""llama.cpp as one of the sides; runs in the peers' environment, one request a line:
+"""llama.cpp as one of the sides; runs in the peers' environment, one request per line:
 `python serve_llama.py FILE.gguf THREADS CLOCK`.
 
-Sequences are batched as llama.cpp's own server does it: each step has a token of every sequence that decodes and then
-prompt tokens, 512 in all.
+Sequences are batched as in llama.cpp's own server: each step has one token of every sequence that decodes, then prompt
+tokens, 512 in total.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ class Model:
         self._batch = llama.llama_batch_init(MAX_BATCH, 0, 1)
 
     def serve(self, prompts: list[list[int]], outputs: list[int]) -> float:
-        """Greedily; seconds."""
+        """Answer the prompts greedily; seconds."""
         start_s = CLOCKS[sys.argv[3]]()
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
         done, known, given = [0] * len(prompts), [list(prompt) for prompt in prompts], [0] * len(prompts)
@@ -43,7 +43,7 @@ class Model:
             sampled: list[int] = []
             self._batch.n_tokens = 0
             alive = [s for s in range(len(prompts)) if given[s] < outputs[s]]
-            for s in sorted(alive, key=lambda s: given[s] == 0):  # those that decode first
+            for s in sorted(alive, key=lambda s: given[s] == 0):  # sequences that decode come first
                 num = min(len(known[s]) - done[s], MAX_BATCH - self._batch.n_tokens)
                 for position in range(done[s], done[s] + num):
                     self._add(known[s][position], position, s, is_sampled=position == len(known[s]) - 1)
@@ -70,7 +70,7 @@ class Model:
 
 
 def main() -> None:
-    """Say what it is, then for each line {"prompts": […], "outputs": […]} how long it took."""
+    """Print what this is, then for each line {"prompts": […], "outputs": […]} how long it took."""
     model = Model(sys.argv[1], int(sys.argv[2]))
     features = llama.llama_print_system_info().decode()
     _say({"name": f"llama.cpp (llama-cpp-python {llama.__version__})", "version": features})

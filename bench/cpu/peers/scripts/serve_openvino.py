@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching as one of the sides; runs in the peers' environment, one request a line:
+"""OpenVINO GenAI's continuous batching as one of the sides; runs in the peers' environment, one request per line:
 `python serve_openvino.py FILE.gguf THREADS CLOCK PRECISION`. PRECISION: of its arithmetic, f32 or bf16."""
 
 import json
@@ -13,7 +13,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def main() -> None:
-    """Say what it is, then for each line {"prompts": […], "outputs": […]} how long it took."""
+    """Print what this is, then for each line {"prompts": […], "outputs": […]} how long it took."""
     path, threads, precision = sys.argv[1], int(sys.argv[2]), sys.argv[4]
     limits = genai.SchedulerConfig()
     limits.cache_size = 1
