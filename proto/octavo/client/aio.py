@@ -1,10 +1,11 @@
 """The client for asyncio: one object per server and event loop."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.errors import OctavoError
@@ -104,8 +105,7 @@ class AsyncClient:
         Takes a request or its fields (`GenerateFields`), not both.
         """
         request = request_of(request, fields)
-        with self._lifetime.calling():
-            call = self._inference.Generate(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        call = self._begin(self._inference.Generate, request, timeout_s)
         return AsyncTextStream(call, num_outputs=request.num_outputs or 1, lifetime=self._lifetime)
 
     async def complete(
@@ -117,11 +117,8 @@ class AsyncClient:
     ) -> inference_pb2.CompleteResponse:
         """Generate, and return the whole answer in one message. Takes a request or its fields, as `stream` does."""
         wrapped = inference_pb2.CompleteRequest(generate=request_of(request, fields))
-        with self._lifetime.calling():
-            answer: inference_pb2.CompleteResponse = await self._inference.Complete(
-                wrapped, timeout=call_timeout(timeout_s), metadata=self._metadata
-            )
-            return answer
+        answer: inference_pb2.CompleteResponse = await self._call(self._inference.Complete, wrapped, timeout_s)
+        return answer
 
     async def embed(
         self,
@@ -132,11 +129,8 @@ class AsyncClient:
     ) -> inference_pb2.EmbedResponse:
         """One vector per input: `[each.values for each in (await client.embed(["a", "b"])).embeddings]`."""
         request = embed_request(inputs, **fields)
-        with self._lifetime.calling():
-            answer: inference_pb2.EmbedResponse = await self._inference.Embed(
-                request, timeout=call_timeout(timeout_s), metadata=self._metadata
-            )
-            return answer
+        answer: inference_pb2.EmbedResponse = await self._call(self._inference.Embed, request, timeout_s)
+        return answer
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
         """End one of the caller's own requests, whichever connection it was made on.
@@ -146,22 +140,12 @@ class AsyncClient:
         """
         with naming("request_id"):
             request = inference_pb2.CancelRequest(request_id=request_id)
-        with self._lifetime.calling():
-            answer: inference_pb2.CancelResponse = await self._inference.Cancel(
-                request, timeout=call_timeout(timeout_s), metadata=self._metadata
-            )
-            return answer
+        answer: inference_pb2.CancelResponse = await self._call(self._inference.Cancel, request, timeout_s)
+        return answer
 
     async def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """The models that are served, with their request limits."""
-        with self._lifetime.calling():
-            return list(
-                (
-                    await self._models.ListModels(
-                        model_pb2.ListModelsRequest(), timeout=call_timeout(timeout_s), metadata=self._metadata
-                    )
-                ).models
-            )
+        return list((await self._call(self._models.ListModels, model_pb2.ListModelsRequest(), timeout_s)).models)
 
     async def watch_load(
         self,
@@ -181,8 +165,7 @@ class AsyncClient:
         request = load_pb2.WatchLoadRequest(
             interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
         )
-        with self._lifetime.calling():
-            call = self._load.WatchLoad(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+        call = self._begin(self._load.WatchLoad, request, timeout_s)
         try:
             with self._lifetime.reading():
                 async for snapshot in call:
@@ -194,22 +177,23 @@ class AsyncClient:
         """The token ids of a text."""
         with naming("text"):
             request = inference_pb2.TokenizeRequest(model=model, text=text)
-        with self._lifetime.calling():
-            return list(
-                (
-                    await self._inference.Tokenize(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
-                ).token_ids
-            )
+        return list((await self._call(self._inference.Tokenize, request, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of token ids."""
         with naming("token_ids"):
             request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        answer: inference_pb2.DetokenizeResponse = await self._call(self._inference.Detokenize, request, timeout_s)
+        return answer.text
+
+    def _begin(self, method: Callable[..., Any], request: Message, timeout_s: float | None) -> Any:
         with self._lifetime.calling():
-            answer: inference_pb2.DetokenizeResponse = await self._inference.Detokenize(
-                request, timeout=call_timeout(timeout_s), metadata=self._metadata
-            )
-            return answer.text
+            return method(request, timeout=call_timeout(timeout_s), metadata=self._metadata)
+
+    async def _call(self, method: Callable[..., Any], request: Message, timeout_s: float | None) -> Any:
+        call = self._begin(method, request, timeout_s)
+        with self._lifetime.calling():
+            return await call
 
     async def close(self) -> None:
         """Close the connection. Running calls raise Cancelled, later ones ClientUnusable. Idempotent."""
