@@ -248,29 +248,45 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
         await server.stop(SHUTDOWN_S)
 
 
+class _Steering:
+    """Scales each model with its load. A reason why a change was refused is reported once."""
+
+    def __init__(self, fleet: Fleet, policy: AutoscalePolicy, notice: Notice) -> None:
+        self._fleet, self._policy, self._notice = fleet, policy, notice
+        self._courses: dict[str, Course] = {}
+        self._refusals: dict[str, str] = {}
+
+    async def follow(self, snapshot: load_pb2.WatchLoadResponse) -> None:
+        """Scale the models for which this load asks for it."""
+        for model, size in self._fleet.sizes().items():
+            demand = demand_of(snapshot, model)
+            before = self._courses.get(model, Course(wanted=size))
+            course = self._courses[model] = steer(self._policy, before, demand, time.monotonic())
+            if course.wanted == size:
+                continue
+            why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
+            try:
+                await self._fleet.scale(model, course.wanted, because=why)
+            except CannotScale as error:
+                self._courses[model] = refused(before, course, size=size, now_s=time.monotonic())
+                self._report(model, size, str(error))
+            else:
+                self._refusals.pop(model, None)
+
+    def _report(self, model: str, size: int, refusal: str) -> None:
+        if refusal != self._refusals.get(model):
+            self._refusals[model] = refusal
+            self._notice(f"{model} keeps {size} worker{'s' * (size != 1)}: {refusal}")
+
+
 async def follow_load(fleet: Fleet, policy: AutoscalePolicy, addresses: Sequence[str], notice: Notice) -> None:
     """Scale each model with its load, forever. addresses: where gateways report the load without authentication; the
     next one is used when one is gone, drains or hangs. A reason why a change was refused is reported once."""
-    courses: dict[str, Course] = {}
-    told: dict[str, str] = {}
+    steering = _Steering(fleet, policy, notice)
     for address in itertools.cycle(addresses):
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async for snapshot in _told_by(address):
-                for model, size in fleet.sizes().items():
-                    demand = demand_of(snapshot, model)
-                    before = courses.get(model, Course(wanted=size))
-                    course = courses[model] = steer(policy, before, demand, time.monotonic())
-                    if course.wanted != size:
-                        why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
-                        try:
-                            await fleet.scale(model, course.wanted, because=why)
-                        except CannotScale as error:
-                            courses[model] = refused(before, course, size=size, now_s=time.monotonic())
-                            if str(error) != told.get(model):
-                                told[model] = str(error)
-                                notice(f"{model} keeps {size} worker{'s' * (size != 1)}: {error}")
-                        else:
-                            told.pop(model, None)
+                await steering.follow(snapshot)
         await asyncio.sleep(LOOK_S)
 
 
