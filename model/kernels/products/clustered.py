@@ -79,14 +79,10 @@ class ClusteredCut:
         return self.splits > FEW_SPLITS
 
     @property
-    def landing_bytes(self) -> int:
-        """Shared memory for the other programs' sums, besides the stages."""
-        return _sum_bytes(self.tokens, self.outputs, self.splits) if self.is_apart else 0
-
-    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, in which stages begin at a multiple of 1,024 bytes."""
-        return 1024 + self.stages * (self.tokens + self.outputs) * ROW_BYTES + self.landing_bytes
+        stages = self.stages * (self.tokens + self.outputs) * ROW_BYTES
+        return 1024 + stages + _landing_bytes(self.tokens, self.outputs, self.splits)
 
     @property
     def holds_sums(self) -> bool:
@@ -146,8 +142,13 @@ def _block_clocks(tokens: int, outputs: int) -> float:
 
 
 def _stages(tokens: int, outputs: int, splits: int = 1) -> int:
-    landing = _sum_bytes(tokens, outputs, splits) if splits > FEW_SPLITS else 0
-    return min(MOST_STAGES, (SHARED_BYTES - BYTES_BESIDE - landing) // ((tokens + outputs) * ROW_BYTES))
+    room = SHARED_BYTES - BYTES_BESIDE - _landing_bytes(tokens, outputs, splits)
+    return min(MOST_STAGES, room // ((tokens + outputs) * ROW_BYTES))
+
+
+def _landing_bytes(tokens: int, outputs: int, splits: int) -> int:
+    """Shared memory for the other programs' sums, besides the stages."""
+    return _sum_bytes(tokens, outputs, splits) if splits > FEW_SPLITS else 0
 
 
 def _sum_bytes(tokens: int, outputs: int, splits: int) -> int:
