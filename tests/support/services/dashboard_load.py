@@ -43,14 +43,17 @@ SETTINGS = (
 SYSTEM = "You are a printer of old books who answers in one or two sentences, and likes paper, ink and type. "
 QUESTIONS = ("What is a folio?", "Who made the first press?", "Tell me about paper.", "Name three colours of ink.")
 FEW_BYTES = 20_000  # read before a reader stops
-READS_ON_AFTER_S = 2.0
+READS_FOR_S = 2.0
 LONGEST_S = 240.0  # until everything that must happen has happened, on a busy machine
+PAUSED = "sum (octavo_num_requests_paused) > 0"
+MIGRATED = "sum (octavo_requests_migrated_total) > 0"
 MUST_HAPPEN = (
     *(f"sum ({name}) > 0" for name in (
         "octavo_num_preemptions_total", "octavo_kv_copied_blocks_total", "octavo_request_pauses_total",
-        "octavo_requests_migrated_total", "octavo_gateway_trace_spans_total", "octavo_grammar_cache_misses_total",
+        "octavo_gateway_trace_spans_total", "octavo_grammar_cache_misses_total",
         "octavo_gateway_zmq_undecodable_frames_total", "octavo_gateway_peer_losses_total",
     )),
+    MIGRATED,
     f"count (up == 1) == {1 + NUM_WORKERS}",
 )  # fmt: skip
 
@@ -112,21 +115,31 @@ async def _load(service: Service, prometheus: Prometheus, beside: PeerConfig, se
         others = (
             _schemas(client),
             _mistakes(client),
-            _unread(service.port),
+            _unread(service.port, prometheus),
             _stranger(service.log.parent / "run"),
             _watch(client),
             _beside(beside),
         )
         tasks += [asyncio.create_task(each) for each in others]
-        tasks.append(asyncio.create_task(_kill(service, after_s=0.6 * seconds)))
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()  # raises if the load itself has failed
-        await asyncio.to_thread(until, lambda: all(map(prometheus.now, MUST_HAPPEN)), LONGEST_S)
+        tasks.append(asyncio.create_task(_kill(service, prometheus, after_s=0.6 * seconds)))
+        longest_s = time.monotonic() + seconds + LONGEST_S
+        await asyncio.sleep(seconds)
+        while missing := await asyncio.to_thread(lambda: [each for each in MUST_HAPPEN if not prometheus.now(each)]):
+            _raise_what_failed(tasks)
+            assert time.monotonic() < longest_s, f"did not happen: {missing}"
+            await asyncio.sleep(SCRAPE_S)
         await asyncio.sleep(2 * SCRAPE_S)  # so that lines continue beyond the last events
+        _raise_what_failed(tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_what_failed(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raise what has ended a part of the load, which nothing else would notice."""
+    for task in tasks:
+        if task.done():
+            task.result()
 
 
 async def _chat(client: AsyncClient, seed: int) -> None:
@@ -170,26 +183,27 @@ async def _mistakes(client: AsyncClient) -> None:
         await asyncio.sleep(0.3)
 
 
-async def _unread(port: int) -> None:
-    """Readers that pause for a while."""
+async def _unread(port: int, prometheus: Prometheus) -> None:
+    """Readers that stop reading until the workers have paused for them, however long their streams wait before that."""
     while True:
         caller = await UnreadingCaller.connect(port)
         try:
             streams = [caller.open(_wide(number)) for number in range(NUM_UNREAD)]
-            for stream in streams:
-                caller.take(stream, FEW_BYTES)
-            await _receive(caller, READS_ON_AFTER_S)
-            for stream in streams:
-                caller.take(stream, 1 << 30)
-            await _receive(caller, READS_ON_AFTER_S)
+            _read_on(caller, streams, FEW_BYTES)
+            while not (await asyncio.to_thread(prometheus.now, PAUSED) or len(caller.trailers) == NUM_UNREAD):
+                await caller.receive(for_s=SCRAPE_S)
+            _read_on(caller, streams, 1 << 30)
+            until_s = time.monotonic() + READS_FOR_S
+            while (left_s := until_s - time.monotonic()) > 0:
+                await caller.receive(for_s=left_s)
         finally:
             await caller.close()
 
 
-async def _receive(caller: UnreadingCaller, seconds: float) -> None:
-    until_s = time.monotonic() + seconds
-    while (left_s := until_s - time.monotonic()) > 0:
-        await caller.receive(for_s=left_s)
+def _read_on(caller: UnreadingCaller, streams: Sequence[int], num_bytes: int) -> None:
+    for stream in streams:
+        if stream not in caller.trailers:
+            caller.take(stream, num_bytes)
 
 
 def _wide(number: int) -> bytes:
@@ -247,6 +261,12 @@ async def _snapshots(source: AsyncIterator[Any], count: int) -> Sequence[Any]:
     return [await anext(source) for _ in range(count)]
 
 
-async def _kill(service: Service, *, after_s: float) -> None:
-    await asyncio.sleep(after_s)
-    service.children("worker")[0].kill()
+async def _kill(service: Service, prometheus: Prometheus, *, after_s: float) -> None:
+    """Kill a worker after this time, and again until streams have moved: it can die while it has none."""
+    while True:
+        await asyncio.sleep(after_s)
+        if children := service.children("worker"):
+            children[0].kill()
+        await asyncio.sleep(4 * SCRAPE_S)
+        if await asyncio.to_thread(prometheus.now, MIGRATED):
+            return
