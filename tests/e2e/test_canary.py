@@ -31,11 +31,14 @@ class Canary:
 def endpoints(service: Service) -> set[str]:
     """tcp://host:port and ipc://path of every listening socket of the service's processes."""
     found: set[str] = set()
-    for process in (psutil.Process(service.process.pid), *psutil.Process(service.process.pid).children(recursive=True)):
-        for each in process.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN:
-                found.add(f"tcp://{each.laddr.ip.removeprefix('::ffff:')}:{each.laddr.port}")
-        found |= {f"ipc://{each.laddr}" for each in process.net_connections("unix") if each.laddr}
+    supervisor = psutil.Process(service.process.pid)
+    for process in (supervisor, *supervisor.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # those that gateways render chats in come and go
+            connections = process.net_connections("all")
+            found |= {f"ipc://{each.laddr}" for each in connections if each.family == socket.AF_UNIX and each.laddr}
+            for each in connections:
+                if each.family != socket.AF_UNIX and each.status == psutil.CONN_LISTEN:
+                    found.add(f"tcp://{each.laddr.ip.removeprefix('::ffff:')}:{each.laddr.port}")
     return found
 
 

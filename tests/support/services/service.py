@@ -213,5 +213,5 @@ def stop_by_force(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait(STOP_TIMEOUT_S)
     for child in family:
-        if child.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
