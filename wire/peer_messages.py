@@ -67,7 +67,7 @@ class PeerUse(Message, frozen=True, kw_only=True):
     gateway_id: new at each start of a gateway. name, release: for people. models: those that it expects.
     number: grows from message to message.
     num_outputs: in flight.
-    tenants: in a sweep, all that use anything (or some of them, if it is sent in parts); else those that changed.
+    tenants: in a snapshot, all that use anything (or some of them, if it is sent in parts); else those that changed.
     is_leaving: nothing is in flight here, and nothing follows.
     """
 
@@ -78,7 +78,7 @@ class PeerUse(Message, frozen=True, kw_only=True):
     release: str = ""
     models: tuple[str, ...] = ()
     num_outputs: int = 0
-    is_sweep: bool = False
+    is_snapshot: bool = False
     is_leaving: bool = False
     tenants: tuple[TenantUse, ...] = ()
 

@@ -15,7 +15,7 @@ import structlog
 from octavo.gateway.auth.authenticator import Caller
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
-from octavo.gateway.peers.limits import FORGET_S, GAP_S, SWEEP_S, SharedLimits
+from octavo.gateway.peers.limits import FORGET_S, GAP_S, SNAPSHOT_S, SharedLimits
 from octavo.gateway.peers.peers import Asked, Peers
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.version import VERSION
@@ -97,8 +97,8 @@ class Control:
         models: tuple[str, ...] = (),
     ) -> None:
         self._has_news = asyncio.Event()
-        self._sweep_s = 0.0  # when the next one is due
-        self.peers = Peers(config, self.answer, self._sweep_now)
+        self._snapshot_s = 0.0  # when the next one is due
+        self.peers = Peers(config, self.answer, self._snapshot_soon)
         self._introduction = PeerUse(
             call_id=_NO_ID, number=0, gateway_id=self.peers.gateway_id, name=name, release=VERSION, models=models
         )
@@ -207,10 +207,10 @@ class Control:
     # ------------------------------------------------------------ limits that are shared
 
     async def _report_forever(self) -> None:
-        """Send changes soon, and everything every SWEEP_S; never more often than every GAP_S."""
+        """Send changes soon, and everything every SNAPSHOT_S; never more often than every GAP_S."""
         while True:
             try:
-                async with asyncio.timeout(max(0.0, self._sweep_s - time.monotonic())):
+                async with asyncio.timeout(max(0.0, self._snapshot_s - time.monotonic())):
                     await self._has_news.wait()
             except TimeoutError:
                 pass
@@ -223,18 +223,20 @@ class Control:
 
     def _send_reports(self) -> None:
         now_s, now_ns = time.monotonic(), time.monotonic_ns()
-        is_sweep = now_s >= self._sweep_s
-        if is_sweep:
-            self._sweep_s = now_s + SWEEP_S
+        if now_s < self._snapshot_s:
+            messages = self._limits.take_changes(now_ns)
+        else:
+            self._snapshot_s = now_s + SNAPSHOT_S
             for name in self._limits.forget_silent(now_ns):
                 log.warning("peer_forgotten", gateway=name, error=f"{name} told nothing for {FORGET_S:g} s")
             self._warn_of_unlisted_peers(now_ns)
-        for message in self._limits.take_reports(now_ns, is_sweep=is_sweep):
+            messages = self._limits.take_snapshot(now_ns)
+        for message in messages:
             self.peers.send_to_all(message)
 
-    def _sweep_now(self) -> None:
+    def _snapshot_soon(self) -> None:
         """Report everything soon: a gateway that was just reached may have had no report yet."""
-        self._sweep_s = 0.0
+        self._snapshot_s = 0.0
         self._has_news.set()
 
     def _on_report(self, use: PeerUse) -> None:

@@ -1,10 +1,11 @@
 """Limits that all gateways of a service share: the reports each sends of its use, and what it makes of the others'.
 
 No gateway asks before it admits a request: it counts its own requests exactly, and those elsewhere as last reported.
-Each reports a change within `GAP_S` and all of its use every `SWEEP_S`, in absolute numbers, so that the next report
-makes up for a lost one. A limit can therefore be exceeded by what the other gateways admitted since their last report,
-and by no more; excess tokens are owed, and later requests wait for them. What a gateway had in flight is forgotten once
-it has reported nothing for `FORGET_S`, so that nothing is refused for ever. Pure: no sockets, and times are arguments.
+Each reports a change within `GAP_S` and a snapshot of all its use every `SNAPSHOT_S`, in absolute numbers, so that the
+next report makes up for a lost one. A limit can therefore be exceeded by what the other gateways admitted since their
+last report, and by no more; excess tokens are owed, and later requests wait for them. What a gateway had in flight is
+forgotten once it has reported nothing for `FORGET_S`, so that nothing is refused for ever. Pure: no sockets, and times
+are arguments.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from typing import Protocol
 import msgspec
 
 from octavo.gateway.requests.admission import Admission, TenantQuotas
-from octavo.wire.peer_messages import PeerUse
+from octavo.wire.peer_messages import PeerUse, TenantUse
 
 GAP_S = 0.02  # between two reports of changes
-SWEEP_S = 0.5  # between two reports of everything
-FORGET_S = 5.0  # of silence; several sweeps, so that a short freeze forgets nothing
+SNAPSHOT_S = 0.5  # between two reports of everything
+FORGET_S = 5.0  # of silence; several snapshots, so that a short freeze forgets nothing
 MAX_ROWS = 1024  # tenants in one message
-_FIRST_SWEEP_S = 0.2
+_FIRST_SNAPSHOT_S = 0.2
 
 
 class Held(Protocol):
@@ -50,17 +51,14 @@ class SharedLimits:
         self._number = 0
         self._states: dict[str, _PeerState] = {}  # by the gateway's id
 
-    def take_reports(self, now_ns: int, *, is_sweep: bool) -> list[PeerUse]:
-        """The messages to send to every other gateway now, in order: what changed since the last call, or everything
-        (is_sweep)."""
-        quotas, names = self._held.quotas, None
-        if not is_sweep:
-            names = sorted(quotas.changed)
-        quotas.changed.clear()
-        uses = quotas.uses(names, now_ns)
-        parts = [tuple(uses[begin : begin + MAX_ROWS]) for begin in range(0, len(uses), MAX_ROWS)] or [()]
-        num_outputs = self._held.admission.counts().num_outputs
-        return [self._next(num_outputs=num_outputs, tenants=part, is_sweep=is_sweep) for part in parts]
+    def take_changes(self, now_ns: int) -> list[PeerUse]:
+        """The messages to send to every other gateway now, in order: what changed since the last call of this or
+        `take_snapshot`."""
+        return self._take(self._held.quotas.uses(sorted(self._held.quotas.changed), now_ns), is_snapshot=False)
+
+    def take_snapshot(self, now_ns: int) -> list[PeerUse]:
+        """The same, for everything that is used here."""
+        return self._take(self._held.quotas.uses(None, now_ns), is_snapshot=True)
 
     def farewell(self) -> PeerUse:
         """The last report: nothing is in flight here, and nothing will be."""
@@ -74,7 +72,7 @@ class SharedLimits:
             return False
         is_new = state is None
         if state is None:
-            if not use.is_sweep:
+            if not use.is_snapshot:
                 return False
             state = self._states[use.gateway_id] = _PeerState(use.name, now_ns, use.number, now_ns)
         state.number, state.at_ns = use.number, now_ns
@@ -82,7 +80,7 @@ class SharedLimits:
         if use.is_leaving:
             self._held.quotas.forget_peer(use.gateway_id)
         # It may have several parts.
-        is_first = use.is_sweep and now_ns - state.since_ns < _FIRST_SWEEP_S * 1e9
+        is_first = use.is_snapshot and now_ns - state.since_ns < _FIRST_SNAPSHOT_S * 1e9
         for each in use.tenants:
             self._held.quotas.on_peer_use(use.gateway_id, each, now_ns, is_first=is_first)
         self._add_up()
@@ -112,6 +110,12 @@ class SharedLimits:
         """Seconds since the oldest report that still counts; 0.0 if there is none."""
         oldest_ns = min((each.at_ns for each in self._states.values() if not each.has_left), default=now_ns)
         return max(0.0, (now_ns - oldest_ns) / 1e9)
+
+    def _take(self, uses: list[TenantUse], *, is_snapshot: bool) -> list[PeerUse]:
+        self._held.quotas.changed.clear()
+        parts = [tuple(uses[begin : begin + MAX_ROWS]) for begin in range(0, len(uses), MAX_ROWS)] or [()]
+        num_outputs = self._held.admission.counts().num_outputs
+        return [self._next(num_outputs=num_outputs, tenants=part, is_snapshot=is_snapshot) for part in parts]
 
     def _next(self, **values: object) -> PeerUse:
         self._number += 1

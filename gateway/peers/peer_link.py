@@ -21,7 +21,7 @@ from octavo.wire.options import new_dealer
 from octavo.wire.peer_messages import PeerReply, ToPeer
 
 log = structlog.get_logger(__name__)
-SILENT_S = 2.0  # without an answer, four sweeps long
+SILENT_S = 2.0  # without an answer, four snapshots long
 _RETRY_DELAY_S = 0.01  # where the queue of the connection is full
 _FROZEN_GRACE_S = 0.05  # for a connected gateway that seems silent: perhaps this one was frozen
 _RESEND_INTERVAL_S = 0.5  # a question may be lost with its connection; repeating it has no further effect

@@ -173,12 +173,12 @@ class Peers:
         return Asked(replies=dict(by_id.values()), silent=silent)
 
     def send_to_all(self, message: PeerUse) -> None:
-        """Send to every other gateway that is connected; no reply is awaited. A sweep asks for an acknowledgement,
+        """Send to every other gateway that is connected; no reply is awaited. A snapshot asks for an acknowledgement,
         which shows who can be reached."""
-        if message.is_sweep:
+        if message.is_snapshot:
             message = msgspec.structs.replace(message, call_id=next(self._call_ids))
         for link in self._links.values():
-            if message.is_sweep or link.gateway_id != self.gateway_id:
+            if message.is_snapshot or link.gateway_id != self.gateway_id:
                 link.send_if_open(message)
 
     async def leave(self, farewell: PeerUse, *, timeout_s: float) -> None:

@@ -44,11 +44,11 @@ def answering(num_in_flight: int) -> Callable[[ToPeer], PeerReply]:
     return lambda question: PeerReply(call_id=0, gateway_id="", num_in_flight=num_in_flight)
 
 
-async def sweep(each: Peers, condition: Callable[[], object]) -> None:
+async def report_until(each: Peers, condition: Callable[[], object]) -> None:
     """Tell the others again and again, as a gateway does, until something is true."""
     async with asyncio.timeout(60):
         while not condition():
-            each.send_to_all(PeerUse(call_id=0, gateway_id=each.gateway_id, number=1, is_sweep=True))
+            each.send_to_all(PeerUse(call_id=0, gateway_id=each.gateway_id, number=1, is_snapshot=True))
             await asyncio.sleep(0.05)
 
 
@@ -65,22 +65,22 @@ async def test_a_name_stands_for_all_gateways_that_have_it_as_they_come_and_go(
     with structlog.testing.capture_logs() as lines:
         one, two, three = (Peers(each, answering(n)) for n, each in enumerate(configs))
         await one.start()
-        await sweep(one, lambda: any(line["event"] == "peer_not_found" for line in lines))
-        asked = await one.ask(PeerUse(call_id=0, gateway_id="", number=1, is_sweep=True), timeout_s=0.1)
+        await report_until(one, lambda: any(line["event"] == "peer_not_found" for line in lines))
+        asked = await one.ask(PeerUse(call_id=0, gateway_id="", number=1, is_snapshot=True), timeout_s=0.1)
         assert asked.silent == (f"tcp://octavo-gateways:{port}",)
         assert one.counts() == (1, 1)
         dns["octavo-gateways"] = ["127.0.0.1", "127.0.0.2"]
         await two.start()
-        await sweep(one, lambda: one.counts() == (1, 0))
+        await report_until(one, lambda: one.counts() == (1, 0))
         dns["octavo-gateways"].append("127.0.0.3")
         await three.start()
-        await sweep(one, lambda: one.counts() == (2, 0))
+        await report_until(one, lambda: one.counts() == (2, 0))
         await two.close()
-        await sweep(one, lambda: one.counts() == (2, 1))  # as long as the name says that there is one
+        await report_until(one, lambda: one.counts() == (2, 1))  # as long as the name says that there is one
         dns["octavo-gateways"].remove("127.0.0.2")
-        await sweep(one, lambda: one.counts() == (1, 0))
+        await report_until(one, lambda: one.counts() == (1, 0))
         del dns["octavo-gateways"]  # a resolver that is down ends nobody
-        await sweep(one, lambda: sum(line["event"] == "peer_not_found" for line in lines) >= 2)
+        await report_until(one, lambda: sum(line["event"] == "peer_not_found" for line in lines) >= 2)
         assert one.counts() == (1, 0)
         await asyncio.gather(one.close(), three.close())
     told = [line["detail"] for line in lines if line["event"] == "peer_is_this_gateway"]
@@ -118,7 +118,7 @@ async def test_a_host_without_threads_or_descriptors_for_a_moment_costs_no_gatew
     two = Peers(PeerConfig(endpoint=f"tcp://127.0.0.2:{port}", key_file=pair), answering(0))
     with structlog.testing.capture_logs() as lines:
         await asyncio.gather(one.start(), two.start())
-        await sweep(one, lambda: one.ids_sent_to() == {two.gateway_id})
+        await report_until(one, lambda: one.ids_sent_to() == {two.gateway_id})
         await asyncio.gather(one.close(), two.close())
     assert [str(line["exc_info"]) for line in lines if line["event"] == "defect"] == [
         "can't start new thread",
@@ -156,7 +156,7 @@ async def test_a_gateway_that_comes_back_after_its_leave_is_asked_again(pair: Pa
     await second.close()
     third = Peers(configs, answering(8))
     await third.start()
-    await sweep(first, lambda: first.counts() == (1, 0))
+    await report_until(first, lambda: first.counts() == (1, 0))
     assert [each.num_in_flight for each in (await first.ask(question, timeout_s=30.0)).replies.values()] == [8]
     await asyncio.gather(first.close(), third.close())
 
@@ -171,7 +171,7 @@ async def errors_of(config: PeerConfig, *, event: str, other: Peers | None = Non
         await each.start()
         if other is not None:
             await other.start()
-        await sweep(each, lambda: any(line["event"] == event for line in lines))
+        await report_until(each, lambda: any(line["event"] == event for line in lines))
         await each.close()
         if other is not None:
             await other.close()
@@ -220,11 +220,11 @@ async def test_gateways_of_other_releases_and_models_and_those_that_are_told_not
     async with hosts(1, expected_models=("tiny",)) as (served,):
         own = served.gateway.control
         use = PeerUse(
-            call_id=0, gateway_id="x", number=1, name="g1", release="9.9", models=("big", "tiny"), is_sweep=True
+            call_id=0, gateway_id="x", number=1, name="g1", release="9.9", models=("big", "tiny"), is_snapshot=True
         )
         with structlog.testing.capture_logs() as lines:
             assert own.answer(use) == PeerReply(call_id=0, gateway_id="")
-            own.answer(PeerUse(call_id=0, gateway_id="x", number=2, name="g1", release="9.9", is_sweep=True))
+            own.answer(PeerUse(call_id=0, gateway_id="x", number=2, name="g1", release="9.9", is_snapshot=True))
             own._warn_of_unlisted_peers(10**19)
             own._warn_of_unlisted_peers(10**19)
         errors = {line["event"]: line["error"] for line in lines if "error" in line}
@@ -250,7 +250,7 @@ async def test_what_a_gateway_of_another_wire_sends_is_told_once(pair: Path, tmp
         stranger.connect(endpoint)
         for frame in (b"\x02old", b"\x02old", b"\x02new", b"\x01\x80"):
             stranger.send(frame)
-        await sweep(each, lambda: len(lines) >= 2)
+        await report_until(each, lambda: len(lines) >= 2)
         await each.close()
     context.destroy(linger=0)
     first, second = [line["error"] for line in lines if line["event"] == "peer_message_dropped"]
@@ -272,13 +272,13 @@ async def test_the_list_of_others_is_a_file_that_changes_while_they_serve(
     third = Peers(PeerConfig(endpoint=three, others=(one,), key_file=pair), answering(8))
     await first.start()
     await second.start()
-    await sweep(first, lambda: first.ids_sent_to() == {second.gateway_id})
+    await report_until(first, lambda: first.ids_sent_to() == {second.gateway_id})
     await second.close()
     await third.start()
     file.write_text("not an address\n")  # changes nothing
-    await sweep(first, lambda: first.counts() == (1, 1))
+    await report_until(first, lambda: first.counts() == (1, 1))
     file.write_text(f"{one}\n{three}\n")
-    await sweep(first, lambda: first.ids_sent_to() == {third.gateway_id})
+    await report_until(first, lambda: first.ids_sent_to() == {third.gateway_id})
     assert first.counts() == (1, 0)
     answers = (await first.ask(PeerAskLoad(call_id=0), timeout_s=30.0)).replies
     assert [each.num_in_flight for each in answers.values()] == [8]

@@ -4,7 +4,7 @@ ever."""
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.peers.limits import FORGET_S, GAP_S, SWEEP_S
+from octavo.gateway.peers.limits import FORGET_S, GAP_S, SNAPSHOT_S
 from tests.support.gateway.sharing import (
     BURST,
     KINDS,
@@ -114,7 +114,7 @@ def test_after_deaths_cuts_and_losses_nothing_is_refused_for_ever(seed: int, num
         for request in list(gate.requests.values()):
             service.leave(gate, request, num_used=request.reserved)
     # The dead are forgotten; what all together spent above the rate comes in again.
-    service.run(FORGET_S + SWEEP_S + (num + 1) * (BURST + RATE / 60 * FORGET_S) / (RATE / 60))
+    service.run(FORGET_S + SNAPSHOT_S + (num + 1) * (BURST + RATE / 60 * FORGET_S) / (RATE / 60))
     for gate in service.gates:
         assert gate.admission.num_elsewhere == 0
         request = service.enter(gate, TENANT, MAX_QUEUED, BURST)

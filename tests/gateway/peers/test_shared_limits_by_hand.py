@@ -6,7 +6,7 @@ import pytest
 
 from octavo.gateway.auth.authenticator import Caller, TenantLimits
 from octavo.gateway.errors import ExceedsCapacity, QueueFull, TenantLimit
-from octavo.gateway.peers.limits import FORGET_S, GAP_S, SWEEP_S
+from octavo.gateway.peers.limits import FORGET_S, GAP_S, SNAPSHOT_S
 from octavo.gateway.requests.admission import TenantQuotas
 from octavo.wire.peer_messages import PeerUse, TenantUse
 from tests.support.gateway.sharing import BURST, MAX_REQUESTS, MAX_SERVICE, TENANT, Gate, Request, Service
@@ -49,16 +49,16 @@ def test_what_a_dead_gateway_had_in_flight_is_free_after_its_silence(two: Servic
     fill(two, one, MAX_REQUESTS)
     two.run(2 * GAP_S)
     two.kill(one)
-    two.run(FORGET_S - SWEEP_S)
+    two.run(FORGET_S - SNAPSHOT_S)
     assert two.enter(other, TENANT, 1, 0) is None
-    two.run(2 * SWEEP_S)
+    two.run(2 * SNAPSHOT_S)
     fill(two, other, MAX_REQUESTS)
 
 
 def test_a_gateway_that_takes_its_leave_frees_at_once_and_what_is_late_of_it_changes_nothing(two: Service) -> None:
     one, other = two.gates
     fill(two, one, MAX_REQUESTS)
-    (late,) = one.limits.take_reports(two.now_ns, is_sweep=True)
+    (late,) = one.limits.take_snapshot(two.now_ns)
     other.limits.on_report(one.limits.farewell(), two.now_ns)
     other.limits.on_report(late, two.now_ns)
     fill(two, other, MAX_REQUESTS)
@@ -89,7 +89,7 @@ def test_a_gateway_that_took_its_leave_is_not_missed_and_one_that_died_is() -> N
             other.limits.on_report(one.limits.farewell(), service.now_ns)
         later_ns = service.now_ns + round(FORGET_S * 2e9)
         assert len(other.limits.reporting_peers(later_ns)) == (0 if has_left else 1)
-        assert other.limits.age_s(later_ns) == (0.0 if has_left else pytest.approx(2 * FORGET_S, abs=SWEEP_S))
+        assert other.limits.age_s(later_ns) == (0.0 if has_left else pytest.approx(2 * FORGET_S, abs=SNAPSHOT_S))
         assert len(other.limits.forget_silent(later_ns)) == (0 if has_left else 1)
 
 
@@ -121,7 +121,7 @@ def test_a_gateway_that_starts_takes_over_how_empty_the_bucket_is_and_counts_it_
     fill(service, service.gates[1], 1, 20)
     service.run(2 * GAP_S)
     late = service.begin(3)
-    service.run(SWEEP_S + GAP_S)
+    service.run(SNAPSHOT_S + GAP_S)
     late.quotas.enter("t\nx", TENANT, service.now_ns)
     with pytest.raises(TenantLimit) as caught:
         late.quotas.reserve("t\nx", BURST, service.now_ns)
@@ -138,17 +138,19 @@ def test_after_an_hour_apart_nobody_owes_more_than_a_bucket(two: Service) -> Non
             (held,) = fill(two, gate, 1, BURST)
             two.leave(gate, held, num_used=BURST)
     two.cut.clear()
-    two.run(SWEEP_S + GAP_S)
+    two.run(SNAPSHOT_S + GAP_S)
     for gate in (one, other):
         assert gate.quotas.uses(["t"], two.now_ns)[0].num_lacking <= BURST
 
 
-def test_a_change_before_the_first_sweep_and_a_message_of_oneself_say_nothing(two: Service) -> None:
+def test_a_change_before_the_first_snapshot_and_a_message_of_oneself_say_nothing(two: Service) -> None:
     one, _ = two.gates
     use = TenantUse(name="t", num_in_flight=MAX_REQUESTS)
     stranger = PeerUse(call_id=0, gateway_id="x", number=1, tenants=(use,), num_outputs=99)
     assert not one.limits.on_report(stranger, two.now_ns)
-    assert not one.limits.on_report(PeerUse(call_id=0, gateway_id=one.gateway_id, number=99, is_sweep=True), two.now_ns)
+    assert not one.limits.on_report(
+        PeerUse(call_id=0, gateway_id=one.gateway_id, number=99, is_snapshot=True), two.now_ns
+    )
     fill(two, one, MAX_REQUESTS)
 
 
@@ -174,9 +176,9 @@ def test_more_tenants_than_a_message_holds_are_told_in_parts(two: Service, monke
     for name in "abcde":
         who = Caller(name=name, tenant=name, scopes=frozenset(), limits=TenantLimits(max_requests=1))
         one.quotas.enter(f"{name}\nr", who, two.now_ns)
-    assert len(one.limits.take_reports(two.now_ns, is_sweep=True)) == 3
+    assert len(one.limits.take_snapshot(two.now_ns)) == 3
     one.quotas.changed |= set("abcde")
-    two.run(SWEEP_S + GAP_S)
+    two.run(SNAPSHOT_S + GAP_S)
     for name in "abcde":
         who = Caller(name=name, tenant=name, scopes=frozenset(), limits=TenantLimits(max_requests=1))
         with pytest.raises(TenantLimit):
@@ -184,7 +186,7 @@ def test_more_tenants_than_a_message_holds_are_told_in_parts(two: Service, monke
 
 
 def test_what_was_told_once_and_not_again_is_not_believed_for_ever(two: Service) -> None:
-    """The message that a request had ended was lost, and sweeps leave out who uses nothing."""
+    """The message that a request had ended was lost, and snapshots leave out who uses nothing."""
     one, other = two.gates
     held = fill(two, one, MAX_REQUESTS)
     two.run(2 * GAP_S)
@@ -193,7 +195,7 @@ def test_what_was_told_once_and_not_again_is_not_believed_for_ever(two: Service)
         two.leave(one, each, num_used=0)
     two.run(2 * GAP_S)
     two.loss = 0.0
-    two.run(FORGET_S + 2 * SWEEP_S)
+    two.run(FORGET_S + 2 * SNAPSHOT_S)
     fill(two, other, MAX_REQUESTS)
 
 

@@ -9,7 +9,7 @@ from random import Random
 
 from octavo.gateway.auth.authenticator import Caller, TenantLimits
 from octavo.gateway.errors import QueueFull, TenantLimit
-from octavo.gateway.peers.limits import GAP_S, SWEEP_S, SharedLimits
+from octavo.gateway.peers.limits import GAP_S, SNAPSHOT_S, SharedLimits
 from octavo.gateway.requests.admission import Admission, TenantQuotas
 from octavo.wire.peer_messages import PeerUse
 
@@ -99,10 +99,10 @@ class Service:
         def changed() -> None:
             if not gate.is_tell_due:
                 gate.is_tell_due = True
-                self.at(max(0.0, gate.told_s + GAP_S - self.now_s), lambda: self.tell(gate, is_sweep=False))
+                self.at(max(0.0, gate.told_s + GAP_S - self.now_s), lambda: self.tell(gate, gate.limits.take_changes))
 
         gate.quotas.on_change = gate.admission.on_change = changed
-        self.at(0.0, lambda: self.sweep(gate))
+        self.at(0.0, lambda: self.send_snapshot(gate))
         return gate
 
     def kill(self, gate: Gate) -> None:
@@ -110,17 +110,17 @@ class Service:
         self.gates.remove(gate)
         self.dead.append(gate)
 
-    def sweep(self, gate: Gate) -> None:
+    def send_snapshot(self, gate: Gate) -> None:
         if gate.is_alive:
             gate.limits.forget_silent(self.now_ns)
-            self.tell(gate, is_sweep=True)
-            self.at(SWEEP_S, lambda: self.sweep(gate))
+            self.tell(gate, gate.limits.take_snapshot)
+            self.at(SNAPSHOT_S, lambda: self.send_snapshot(gate))
 
-    def tell(self, gate: Gate, *, is_sweep: bool) -> None:
+    def tell(self, gate: Gate, take: Callable[[int], list[PeerUse]]) -> None:
         if not gate.is_alive:
             return
         gate.is_tell_due, gate.told_s = False, self.now_s
-        messages, state = gate.limits.take_reports(self.now_ns, is_sweep=is_sweep), (dict(gate.let_in), gate.net)
+        messages, state = take(self.now_ns), (dict(gate.let_in), gate.net)
         for to in self.gates:
             is_cut = frozenset((gate.place, to.place)) in self.cut
             if to is not gate and not is_cut and self.rng.random() >= self.loss:

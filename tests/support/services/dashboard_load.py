@@ -239,7 +239,7 @@ async def _beside(config: PeerConfig) -> None:
         try:
             for number in range(1, 12):
                 each.send_to_all(
-                    PeerUse(call_id=0, gateway_id=each.gateway_id, number=number, name="other", is_sweep=True)
+                    PeerUse(call_id=0, gateway_id=each.gateway_id, number=number, name="other", is_snapshot=True)
                 )
                 await asyncio.sleep(0.5)
         finally:
