@@ -12,7 +12,7 @@ from octavo.cli.serve.children import OnLine
 from octavo.cli.serve.launch import ProcessPlan, passed_on
 from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
 from octavo.cli.serve.placement import Board, Need, Spot
-from octavo.cli.serve.seat import Seat, version_here
+from octavo.cli.serve.process_actor import ProcessActor, version_here
 from octavo.cli.serve.service import Notice
 from octavo.cli.settings.addresses import join_address
 from octavo.cli.settings.model_names import model_ports
@@ -71,8 +71,8 @@ class Placed:
         self._on_line = on_line
         self._notice = notice
         self._group: Any = None
-        self._seat: Any = None
-        self._life = 0
+        self._actor: Any = None
+        self._run_number = 0
         self._num_groups = 0
         self._was_placed = False
         self._is_leaving = False
@@ -105,8 +105,8 @@ class Placed:
     def terminate(self) -> None:
         """Send SIGTERM to the process; without a place it ends at once."""
         self._is_leaving = True
-        if self._seat is not None and self.is_running:
-            self._seat.terminate.remote()
+        if self._actor is not None and self.is_running:
+            self._actor.terminate.remote()
         elif self.is_running and self._living is not None:
             self._living.cancel()
         else:
@@ -121,13 +121,13 @@ class Placed:
 
     async def _live(self) -> int:
         errors = self._ray.exceptions
-        self._life += 1
+        self._run_number += 1
         try:
             if not await self._settle():
                 return EXIT_NO_PLACE
-            given = (self._settings_of_life(), self._files_of_now(), passed_on(), version_here())
+            given = (self._settings_of_run(), self._files_of_now(), passed_on(), version_here())
             async with asyncio.timeout(ANSWER_S):
-                host = await self._ask("start", self._life, self._role.value, self.name, *given)
+                host = await self._ask("start", self._run_number, self._role.value, self.name, *given)
             if not self._was_placed:
                 self._notice(f"{self.name} is placed on {host}{self._reached()}")
             self._was_placed = True
@@ -158,7 +158,7 @@ class Placed:
             self._was_placed = False
             return EXIT_PLACE_LOST
 
-    def _settings_of_life(self) -> dict[str, Any]:
+    def _settings_of_run(self) -> dict[str, Any]:
         """The settings for this run, including those that depend on its place."""
         return dict(self._settings)
 
@@ -168,7 +168,7 @@ class Placed:
 
     async def _settle(self) -> bool:
         """Get a place unless it has one. Returns whether it has one now."""
-        return self._seat is not None or await self._place()
+        return self._actor is not None or await self._place()
 
     def _files_of_now(self) -> tuple[int, Mapping[str, str]]:
         """The current files, with a number that grows when they change."""
@@ -181,7 +181,7 @@ class Placed:
     def _tell(self) -> None:
         """Send its files to its host if they have changed."""
         number, files = self._files_of_now()
-        if self._seat is not None and number > max(self._num_written, 1):  # the first ones are sent with the start
+        if self._actor is not None and number > max(self._num_written, 1):  # the first ones are sent with the start
             self._num_written = number
             task = asyncio.create_task(self._write(number, files), name=f"files of {self.name}")
             self._telling.add(task)
@@ -189,7 +189,7 @@ class Placed:
 
     async def _write(self, number: int, files: Mapping[str, str]) -> None:
         errors = self._ray.exceptions
-        # `_live` notices an actor that is gone; there is no seat after it has left.
+        # `_live` notices an actor that is gone; after `_leave` there is none.
         with contextlib.suppress(errors.RayError, AttributeError):
             try:
                 await self._ask("write", number, files)
@@ -203,14 +203,14 @@ class Placed:
         """The actor's answer. Asks again while the actor is unreachable but not known to be gone."""
         while True:
             try:
-                reference = getattr(self._seat, method).remote(*arguments)
+                reference = getattr(self._actor, method).remote(*arguments)
                 return await asyncio.wrap_future(reference.future())
             except self._ray.exceptions.ActorUnavailableError:
                 await asyncio.sleep(AGAIN_S)
 
     async def _place(self) -> bool:
         """Get a place. The first time, gives up after PLACE_S and returns False; later waits as long as it takes."""
-        limits = (PATIENCE_S, PLACE_S - PATIENCE_S) if self._life == 1 else chain([PATIENCE_S], repeat(ANEW_S))
+        limits = (PATIENCE_S, PLACE_S - PATIENCE_S) if self._run_number == 1 else chain([PATIENCE_S], repeat(ANEW_S))
         is_told = False
         for limit_s in limits:
             if await self._reserve(limit_s, not_at=self._never_at):
@@ -242,8 +242,8 @@ class Placed:
             ready.add_done_callback(lambda late: late.cancelled() or late.exception())  # or asyncio would log it
             return False
         ready.result()
-        self._seat = (
-            self._ray.remote(Seat)
+        self._actor = (
+            self._ray.remote(ProcessActor)
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
@@ -256,10 +256,10 @@ class Placed:
 
     def _leave(self) -> None:
         """Kill the actor and give the place back. Errors are ignored: the cluster may be gone."""
-        seat, self._seat = self._seat, None
+        actor, self._actor = self._actor, None
         with contextlib.suppress(Exception):
-            if seat is not None:
-                self._ray.kill(seat)
+            if actor is not None:
+                self._ray.kill(actor)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -277,13 +277,13 @@ class PlacedGateway(Placed):
     _spot: Spot | None = None
 
     async def _settle(self) -> bool:
-        if self._seat is not None:  # the board has its host and ports: no need to wait for others being placed
-            await self._draw()
+        if self._actor is not None:  # the board has its host and ports: no need to wait for others being placed
+            await self._choose_ports()
             return True
         async with self._context.placing:  # else two could choose the same host, or the same ports there
             if not await self._place():
                 return False
-            await self._draw()
+            await self._choose_ports()
         return True
 
     async def _place(self) -> bool:
@@ -299,7 +299,7 @@ class PlacedGateway(Placed):
     def _never_at(self) -> Sequence[str]:
         return [self._context.own_node] if self._context.own_node else []
 
-    async def _draw(self) -> None:
+    async def _choose_ports(self) -> None:
         from ray.util.placement_group import placement_group_table
 
         given, board, former = self._settings, self._context.board, self._spot
@@ -312,7 +312,7 @@ class PlacedGateway(Placed):
         wanted += [("", each) for each in of_models]
         taken = board.ports(besides=self.name)
         async with asyncio.timeout(ANSWER_S):
-            host, ports = await self._ask("draw", self._context.towards, wanted, taken, version_here())
+            host, ports = await self._ask("choose_ports", self._context.towards, wanted, taken, version_here())
         node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # missing if the host is gone by now
         port, workers, control, metrics, *of_models = ports
         self._spot = Spot(
@@ -326,7 +326,7 @@ class PlacedGateway(Placed):
         )
         board.put(self.name, self._spot)
 
-    def _settings_of_life(self) -> dict[str, Any]:
+    def _settings_of_run(self) -> dict[str, Any]:
         given, spot = self._settings, self._spot
         assert spot is not None
         is_everywhere = is_address(given["host"]) and is_wildcard(given["host"])

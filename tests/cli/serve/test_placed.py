@@ -166,7 +166,7 @@ async def test_a_gateway_that_has_its_place_does_not_wait_for_one_that_looks_for
     """Which may be for as long as a host is away."""
     monkeypatch.setattr(placed, "APART_S", 600.0)
     board, notices = Board({}), list[str]()
-    ray = Played([True, False], draw=[("10.0.0.2", [50051, 5555, 5556, 9090])])
+    ray = Played([True, False], choose_ports=[("10.0.0.2", [50051, 5555, 5556, 9090])])
     context = cluster(ray, monkeypatch, board)
     first, second = (gateway(context, name, notices) for name in ("gateway-1", "gateway-2"))
     assert await first.run() == 0
@@ -185,16 +185,16 @@ def gateway(context: ClusterContext, name: str, notices: list[str], **settings: 
     return PlacedGateway(context, plan, plan.settings, dict, OF_GATEWAY, lambda *_: None, notices.append)
 
 
-async def test_ports_of_models_are_drawn_on_its_host_kept_there_and_told(
+async def test_ports_of_models_are_chosen_on_its_host_kept_there_and_told(
     soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two gateways may be on one host, and somebody else may have the port there."""
     board, notices = Board({}), list[str]()
-    ray = Played([True], draw=[("10.0.0.2", [50052, 5555, 5556, 9091, 7001, 8002])])
+    ray = Played([True], choose_ports=[("10.0.0.2", [50052, 5555, 5556, 9091, 7001, 8002])])
     process = gateway(cluster(ray, monkeypatch, board), "gateway-2", notices, model_port=["Org/two=8001", "a=b=8002"])
     for _ in range(2):
         assert await process.run() == 0
-    (first, second) = [arguments for method, arguments in ray.asked if method == "draw"]
+    (first, second) = [arguments for method, arguments in ray.asked if method == "choose_ports"]
     assert first[1] == [("", 50051), ("", 0), ("", 0), ("127.0.0.1", 9090), ("", 8001), ("", 8002)]
     assert second[1] == [("", 50052), ("", 5555), ("", 5556), ("127.0.0.1", 9091), ("", 7001), ("", 8002)]
     for settings in [arguments[3] for method, arguments in ray.asked if method == "start"]:

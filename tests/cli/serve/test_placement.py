@@ -1,5 +1,5 @@
 """Workers and gateways on a cluster, as far as it is known without one: addresses, what each needs, whether there is
-room, where gateways are, what a seat draws and writes; and what is told where there is no Ray."""
+room, where gateways are, what an actor chooses and writes; and what is told where there is no Ray."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ from octavo.cli.serve.placement import (
     room_for,
     why_no_room,
 )
-from octavo.cli.serve.seat import Seat, version_here
+from octavo.cli.serve.process_actor import ProcessActor, version_here
 from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
 from octavo.cli.settings.groups import ServeSettings
 from tests.support.services.service import environment, free_port
@@ -153,40 +153,40 @@ def test_callers_must_be_able_to_reach_gateways_of_other_hosts() -> None:
         assert f"--host is {host}, which only callers of this host reach" in refused.value.numbers
 
 
-async def test_a_seat_draws_the_ports_of_its_host() -> None:
+async def test_an_actor_chooses_the_ports_of_its_host() -> None:
     """Those that are wished for, where they are free."""
     free, other = free_port(), free_port()
     with socket.create_server(("127.0.0.1", 0)) as busy:
         taken = busy.getsockname()[1]
         wanted = [("", free), ("", taken), ("127.0.0.1", other), ("", 0), ("", free)]
-        host, ports = await Seat().draw("127.0.0.1", wanted, [other], version_here())
+        host, ports = await ProcessActor().choose_ports("127.0.0.1", wanted, [other], version_here())
     assert (host, ports[0]) == ("127.0.0.1", free)
     assert len(set(ports)) == 5
     assert not {taken, other, 0} & set(ports)
     with pytest.raises(ValueError, match="and the supervisor 0"):
-        await Seat().draw("127.0.0.1", wanted, [], "0")
+        await ProcessActor().choose_ports("127.0.0.1", wanted, [], "0")
 
 
-async def test_a_seat_writes_files_that_change_while_its_process_lives(tmp_path: Path) -> None:
-    seat = Seat()
+async def test_an_actor_writes_files_that_change_while_its_process_lives(tmp_path: Path) -> None:
+    actor = ProcessActor()
     settings = {"allowed_worker_keys": [], "no_such_setting": "so that it ends at once"}
     files = {"peer_endpoints_file": "one", "allowed_worker_keys": "key"}
-    await seat.start(1, "gateway", "gateway-1", settings, (1, files), {}, version_here())
+    await actor.start(1, "gateway", "gateway-1", settings, (1, files), {}, version_here())
 
-    await until(lambda: seat._child)
-    folder = seat._folder
+    await until(lambda: actor._child)
+    folder = actor._folder
     assert folder is not None
     assert (folder / "peer_endpoints_file").read_text() == "one"
     assert f'allowed_worker_keys = ["{folder}/allowed_worker_keys"]' in (folder / "gateway-1.toml").read_text()
-    await seat.write(3, {"peer_endpoints_file": "three"})
-    await seat.write(2, {"peer_endpoints_file": "two"})  # late
+    await actor.write(3, {"peer_endpoints_file": "three"})
+    await actor.write(2, {"peer_endpoints_file": "two"})  # late
     assert (folder / "peer_endpoints_file").read_text() == "three"
     assert (folder / "peer_endpoints_file").stat().st_mode & 0o777 == 0o600
-    await until(lambda: seat._code is not None)
-    assert "no_such_setting" in " ".join((await seat.follow(0))[0])
+    await until(lambda: actor._code is not None)
+    assert "no_such_setting" in " ".join((await actor.follow(0))[0])
     await until(lambda: not folder.exists())
-    await seat.write(4, {"peer_endpoints_file": "four"})  # for its next life
-    assert seat._files["peer_endpoints_file"] == "four"
+    await actor.write(4, {"peer_endpoints_file": "four"})  # for its next run
+    assert actor._files["peer_endpoints_file"] == "four"
 
 
 def test_a_lost_host_is_no_fault_of_the_worker_and_a_full_cluster_ends_only_a_start() -> None:

@@ -29,11 +29,11 @@ def version_here() -> str:
         return "unknown"
 
 
-class Seat:
-    """One process of the service. A life is one run of it, from start to exit."""
+class ProcessActor:
+    """One process of the service, run again and again. Runs are numbered; each lasts from start to exit."""
 
     def __init__(self) -> None:
-        self._life = 0
+        self._run_number = 0
         self._lines: list[str] = []
         self._num_taken = 0
         self._code: int | None = None
@@ -45,7 +45,7 @@ class Seat:
         self._files_number = 0
         self._folder: Path | None = None
 
-    async def draw(
+    async def choose_ports(
         self, towards: str, wanted: Sequence[tuple[str, int]], taken: Sequence[int], version: str
     ) -> tuple[str, list[int]]:
         """This host's address on the route to `towards`, and a port for each pair in `wanted`. wanted: (address to
@@ -63,7 +63,7 @@ class Seat:
 
     async def start(
         self,
-        life: int,
+        run_number: int,
         role: str,
         name: str,
         settings: Mapping[str, Any],
@@ -71,12 +71,12 @@ class Seat:
         passed_on: Mapping[str, str],
         version: str,
     ) -> str:
-        """Start a life; a repeated call for the same one does nothing. Returns the host's name. role: the command.
+        """Start a run; a repeated call for the same one does nothing. Returns the host's name. role: the command.
         files: the arguments of `write`. passed_on: variables of the supervisor's environment. Raises ValueError if this
         host has another version."""
         _check(version)
-        if life != self._life:
-            self._life, self._lines, self._num_taken, self._code = life, [], 0, None
+        if run_number != self._run_number:
+            self._run_number, self._lines, self._num_taken, self._code = run_number, [], 0, None
             await self.write(*files)
             self._running = asyncio.create_task(self._run(role, name, settings, passed_on))
         return socket.gethostname()
@@ -94,7 +94,7 @@ class Seat:
         self._files_number = number
 
     async def follow(self, num_seen: int) -> tuple[list[str], int | None]:
-        """The lines of this life after the first num_seen, and its exit code once it has ended, else None. Waits for
+        """The lines of this run after the first num_seen, and its exit code once it has ended, else None. Waits for
         news for up to NEWS_S."""
         del self._lines[: max(0, num_seen - self._num_taken)]
         self._num_taken = max(num_seen, self._num_taken)
@@ -115,7 +115,7 @@ class Seat:
 
     async def _run(self, role: str, name: str, settings: Mapping[str, Any], passed_on: Mapping[str, str]) -> None:
         try:
-            with temporary_folder("octavo-seat-") as folder:  # also removes folders left by killed actors
+            with temporary_folder("octavo-actor-") as folder:  # also removes folders left by killed actors
                 own = dict(settings) | {"run_dir": str(folder)}
                 self._folder = folder
                 for setting, text in self._files.items():
