@@ -12,8 +12,8 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """What can go wrong. ``duration_s`` and ``detail`` mean what is said here. Those of `LURKING` happen as soon as a
-    worker has an output at the place `detail` (`sim.faults.lurking.PLACES`), once."""
+    """What can go wrong. ``duration_s`` and ``detail`` mean what is said here. Those of `TRIGGERED` happen as soon as a
+    worker has an output at the place `detail` (`sim.faults.triggered.PLACES`), once."""
 
     CRASH = "crash"  # the worker's process dies
     CRASH_AT = "crash_at"  # … at the fault point `detail`
@@ -44,7 +44,7 @@ class FaultKind(StrEnum):
     RANK_STOPS = "rank_stops"  # … stands still from now on
 
 
-LURKING = frozenset(
+TRIGGERED = frozenset(
     (
         FaultKind.HANG_UP,
         FaultKind.HANG_UP_AND_CRASH,

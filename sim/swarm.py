@@ -7,10 +7,10 @@ import random
 
 import msgspec
 
-from sim.faults.lurking import MOVING
+from sim.faults.triggered import MOVING
 from sim.processes.dealer import LIES
 from sim.processes.runner import NAN_TOKEN, POISON_TOKEN
-from sim.scenario import LURKING, OF_RANKS, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
+from sim.scenario import OF_RANKS, TRIGGERED, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
 
 MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
@@ -69,9 +69,9 @@ def scenario_of(seed: int, *, num_requests: int) -> Scenario:
     faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
     faults = _some_while_copying(faults, config, random.Random(f"{seed}:copying"))
     faults += _of_ranks(config, random.Random(f"{seed}:faults of ranks"), horizon_s)
-    rush, lurking = _rushes(config, random.Random(f"{seed}:rush"), num_rushing, horizon_s + RUSH_AFTER_S)
+    rush, triggered = _rushes(config, random.Random(f"{seed}:rush"), num_rushing, horizon_s + RUSH_AFTER_S)
     requests += tuple(msgspec.structs.replace(spec, index=len(requests) + spec.index) for spec in rush)
-    faults = tuple(sorted((*faults, *lurking), key=lambda fault: fault.at_s))
+    faults = tuple(sorted((*faults, *triggered), key=lambda fault: fault.at_s))
     return Scenario(seed=seed, config=config, requests=requests, faults=faults)
 
 
@@ -273,7 +273,7 @@ class _Requests:
 
 
 def _faults(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fault, ...]:
-    kinds = [kind for kind in FaultKind if kind not in LURKING | OF_RANKS and rng.random() < 0.4]
+    kinds = [kind for kind in FaultKind if kind not in TRIGGERED | OF_RANKS and rng.random() < 0.4]
     if not kinds:
         return ()
     faults = [_fault(config, rng, rng.choice(kinds), horizon_s) for _ in range(rng.choice((0, 1, 3, 8, 20)))]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from octavo.gateway.errors import RequestAborted
 from octavo.gateway.workers.errors import PoolError
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
-from sim.faults.lurking import Lurking
+from sim.faults.triggered import TriggeredFaults
 from sim.processes.runner import ProcessDied
-from sim.scenario import LURKING, Fault, FaultKind
+from sim.scenario import TRIGGERED, Fault, FaultKind
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -25,8 +25,8 @@ class Chaos:
         self._world = world
         self._pending: Counter[tuple[str, str]] = Counter()  # (task or "", point) that something happens at
         self._queries: set[asyncio.Task[None]] = set()
-        self._lurking = Lurking(world)
-        self.look = self._lurking.look
+        self._triggered = TriggeredFaults(world)
+        self.look = self._triggered.look
         self._actions: dict[FaultKind, Callable[[Fault], None]] = {
             FaultKind.CRASH: self._crash,
             FaultKind.CRASH_AT: self._crash_at,
@@ -44,7 +44,7 @@ class Chaos:
             FaultKind.DRAIN_GATEWAY: self._drain_gateway,
             FaultKind.ABORT: self._abort,
             FaultKind.FLUSH: self._flush,
-            **dict.fromkeys(LURKING, self._lurking.add),
+            **dict.fromkeys(TRIGGERED, self._triggered.add),
             FaultKind.DEFECT: self._defect,
             FaultKind.RANK_DIES: self._lose_rank,
             FaultKind.RANK_STOPS: self._lose_rank,
@@ -62,7 +62,7 @@ class Chaos:
     def stop(self) -> None:
         """End all faults, and replace what they destroyed."""
         self._pending.clear()
-        self._lurking.clear()
+        self._triggered.clear()
         for seat in self._world.seats:
             if seat.life is not None:
                 seat.life.thaw()

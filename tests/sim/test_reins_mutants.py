@@ -22,7 +22,7 @@ from octavo.worker.engine.engine import Engine
 from octavo.worker.scheduler.request import Ending, Phase, Request
 from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.scheduler import Scheduler
-from sim.faults.lurking import PLACES
+from sim.faults.triggered import PLACES
 from sim.journal import Journal
 from sim.scenario import Scenario
 from sim.swarm import scenario_of

@@ -1,4 +1,4 @@
-"""Faults that wait for an output to be where few ever are, and strike then: no time drawn from nothing would meet it.
+"""Faults that an output triggers by being where few ever are: a time drawn at random would hardly meet it.
 
 Looks at workers and gateways after each turn of an engine. Knows what strikes and where, not what must come of it.
 """
@@ -44,8 +44,8 @@ class _Victim(NamedTuple):
     name: int
 
 
-class Lurking:
-    """Faults of one world that wait for an output to reach some place."""
+class TriggeredFaults:
+    """Faults of one world, each triggered once by an output at some place."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
