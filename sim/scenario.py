@@ -26,7 +26,7 @@ class FaultKind(StrEnum):
     DISCONNECT = "disconnect"  # of one worker and one gateway
     PARTITION = "partition"  # … nothing gets through for duration_s
     LAG = "lag"  # … everything takes duration_s longer, once
-    DRAIN_WORKER = "drain_worker"  # it finishes within duration_s and leaves; another life follows
+    DRAIN_WORKER = "drain_worker"  # it finishes within duration_s and leaves; another process follows
     KILL_GATEWAY = "kill_gateway"  # its process dies; another one follows
     DRAIN_GATEWAY = "drain_gateway"  # it finishes within duration_s and stops; another one follows
     ABORT = "abort"  # an operator ends every request in flight at a gateway

@@ -16,7 +16,7 @@ from sim.faults.chaos import Chaos
 from sim.journal import Journal, Report
 from sim.processes.gateway import Processes, SimGateway
 from sim.processes.runner import VOCAB_SIZE
-from sim.processes.worker import Seat
+from sim.processes.worker import SimWorker
 from sim.scenario import FaultKind, RequestSpec, Scenario
 
 READY_S = 30.0
@@ -48,7 +48,7 @@ class World:
         text = ModelText(files, num_ids=VOCAB_SIZE)
         self.expectation = Expectation(config, text.table.visible_bytes)
         self.blame = Blame(scenario)
-        self.seats = [Seat(self, index, files) for index in range(config.num_workers)]
+        self.workers = [SimWorker(self, index, files) for index in range(config.num_workers)]
         self.gateways: list[SimGateway | None] = [None] * config.num_gateways
         self.chaos = Chaos(self)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -59,8 +59,8 @@ class World:
         """From the start of the first process to the end of the last."""
         for index in range(len(self.gateways)):
             await self._start_gateway(index)
-        for seat in self.seats:
-            seat.start()
+        for worker in self.workers:
+            worker.start()
         await self._until_ready()
         start_s = self.loop.time()
         chaos = asyncio.create_task(self.chaos.run(self.scenario.faults, start_s), name="chaos")
@@ -111,14 +111,14 @@ class World:
         end_s = self.loop.time() + SETTLE_S
         while self.loop.time() < end_s:
             await asyncio.sleep(1.0)
-            if all(seat.is_quiet for seat in self.seats) and all(map(self._is_quiet, self.gateways)):
+            if all(worker.is_quiet for worker in self.workers) and all(map(self._is_quiet, self.gateways)):
                 return
 
     def _is_quiet(self, gateway: SimGateway | None) -> bool:
-        """It has every worker in its present life, and nothing in flight."""
+        """It has the present process of every worker, and nothing in flight."""
         if gateway is None or not gateway.is_ready():
             return False
-        epochs = {seat.life.register.epoch for seat in self.seats if seat.life is not None}
+        epochs = {worker.process.register.epoch for worker in self.workers if worker.process is not None}
         workers = gateway.pool.workers()
         return {worker.epoch for worker in workers} == epochs and not any(worker.in_flight for worker in workers)
 
@@ -143,10 +143,10 @@ class World:
             self.journal.check(self.journal.outcomes["OK"] == before + 1, f"the canary ended {caller.status}")
 
     def _reckon(self) -> None:
-        for seat in self.seats:
-            self.journal.check(seat.life is not None, f"{seat.name} was not started again")
-            if seat.life is not None:
-                seat.life.check_quiet()
+        for worker in self.workers:
+            self.journal.check(worker.process is not None, f"{worker.name} was not started again")
+            if worker.process is not None:
+                worker.process.check_quiet()
         for index, gateway in enumerate(self.gateways):
             self.journal.check(gateway is not None, f"g{index} was not started again")
             if gateway is not None:
@@ -156,8 +156,8 @@ class World:
         for gateway in self.gateways:
             if gateway is not None:
                 await gateway.stop()
-        for seat in self.seats:
-            seat.close()
+        for worker in self.workers:
+            worker.close()
         await asyncio.sleep(1.0)
         left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         self.journal.check(not left, f"tasks are left: {left}")
@@ -170,7 +170,7 @@ class World:
         self.gateways[index] = gateway
 
     def kill_gateway(self, index: int) -> None:
-        """Its next life follows."""
+        """Its next process follows."""
         gateway = self.gateways[index]
         if gateway is not None:
             self.gateways[index] = None
@@ -178,7 +178,7 @@ class World:
             self.loop.call_later(self.scenario.config.restart_s, self._spawn, index)
 
     def drain_gateway(self, index: int, grace_s: float) -> None:
-        """Its process is asked to end; its next life follows."""
+        """Its process is asked to end; its next process follows."""
         gateway = self.gateways[index]
         if gateway is not None and not gateway.tracker.is_draining:
             self._keep(asyncio.create_task(self._drain(index, gateway, grace_s), name=f"drain of g{index}"))

@@ -63,13 +63,13 @@ class Chaos:
         """End all faults, and replace what they destroyed."""
         self._pending.clear()
         self._triggered.clear()
-        for seat in self._world.seats:
-            if seat.life is not None:
-                seat.life.thaw()
-                seat.life.outbox.lie = ""
-                seat.life.runner.hangs, seat.life.runner.next_error, seat.life.runner.slow_until_s = False, None, 0.0
-                if seat.life.group is not None and not seat.life.group.is_whole and not seat.life.is_computing:
-                    seat.crash()  # nobody would notice before the next step; a step under way is the watchdog's
+        for worker in self._world.workers:
+            if (process := worker.process) is not None:
+                process.thaw()
+                process.outbox.lie = ""
+                process.runner.hangs, process.runner.next_error, process.runner.slow_until_s = False, None, 0.0
+                if process.group is not None and not process.group.is_whole and not process.is_computing:
+                    worker.crash()  # nobody would notice before the next step; a step under way is the watchdog's
 
     def at_point(self, name: str) -> None:
         """The product passes a fault point."""
@@ -87,60 +87,60 @@ class Chaos:
     # ------------------------------------------------------------ workers
 
     def _crash(self, fault: Fault) -> None:
-        self._world.seats[fault.worker].crash()
+        self._world.workers[fault.worker].crash()
 
     def _crash_at(self, fault: Fault) -> None:
-        self._pending[(f"life of w{fault.worker}", fault.detail)] += 1
+        self._pending[(f"process of w{fault.worker}", fault.detail)] += 1
 
     def _freeze(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
-            life.freeze()
-            self._world.loop.call_later(fault.duration_s, life.thaw)
+        process = self._world.workers[fault.worker].process
+        if process is not None:
+            process.freeze()
+            self._world.loop.call_later(fault.duration_s, process.thaw)
 
     def _slow(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
-            life.runner.slow_until_s = self._world.loop.time() + fault.duration_s
+        process = self._world.workers[fault.worker].process
+        if process is not None:
+            process.runner.slow_until_s = self._world.loop.time() + fault.duration_s
 
     def _hang(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
-            life.runner.hangs = True
+        process = self._world.workers[fault.worker].process
+        if process is not None:
+            process.runner.hangs = True
 
     def _lose_rank(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None and life.group is not None:
-            lose = life.group.kill if fault.kind is FaultKind.RANK_DIES else life.group.stop
+        process = self._world.workers[fault.worker].process
+        if process is not None and process.group is not None:
+            lose = process.group.kill if fault.kind is FaultKind.RANK_DIES else process.group.stop
             lose(int(fault.detail or 1))
 
     def _fail_step(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
+        process = self._world.workers[fault.worker].process
+        if process is not None:
             kind = RunnerOutOfMemory if fault.kind is FaultKind.OUT_OF_MEMORY else RunnerError
-            life.runner.next_error = kind("planted")
+            process.runner.next_error = kind("planted")
 
     def _lie(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
-            life.outbox.lie = fault.detail
+        process = self._world.workers[fault.worker].process
+        if process is not None:
+            process.outbox.lie = fault.detail
 
     def _drain_worker(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
-            life.engine.request_drain(fault.duration_s)
+        process = self._world.workers[fault.worker].process
+        if process is not None:
+            process.engine.request_drain(fault.duration_s)
 
     # ------------------------------------------------------------ connections
 
     def _disconnect(self, fault: Fault) -> None:
-        life = self._world.seats[fault.worker].life
-        if life is not None:
-            life.dealers[fault.gateway].cut()
+        process = self._world.workers[fault.worker].process
+        if process is not None:
+            process.dealers[fault.gateway].cut()
 
     def _partition(self, fault: Fault) -> None:
-        life, until_s = self._world.seats[fault.worker].life, self._world.loop.time() + fault.duration_s
-        if life is not None:
-            for dealer in (life.dealers[fault.gateway], life.beats[fault.gateway]):
+        process, until_s = self._world.workers[fault.worker].process, self._world.loop.time() + fault.duration_s
+        if process is not None:
+            for dealer in (process.dealers[fault.gateway], process.beats[fault.gateway]):
                 dealer.partition(until_s, cut_after_s=CUT_AFTER_S)
 
     # ------------------------------------------------------------ gateways

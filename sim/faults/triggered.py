@@ -96,22 +96,22 @@ class TriggeredFaults:
             case FaultKind.FAIL_STEP:
                 self._fail_step(worker)
         if fault.kind in (FaultKind.HANG_UP_AND_CRASH, FaultKind.CRASH_WHEN):
-            self._world.loop.call_soon(self._world.seats[worker].crash)  # what was begun at this moment comes first
+            self._world.loop.call_soon(self._world.workers[worker].crash)  # what was begun at this moment comes first
         return True
 
     def _disconnect(self, worker: int, gateway: SimGateway) -> None:
-        life = self._world.seats[worker].life
-        if life is not None:
-            life.dealers[self._world.gateways.index(gateway)].cut()
+        process = self._world.workers[worker].process
+        if process is not None:
+            process.dealers[self._world.gateways.index(gateway)].cut()
 
     def _fail_step(self, worker: int) -> None:
-        life = self._world.seats[worker].life
-        if life is not None:
-            life.runner.next_error = RunnerError("planted")
+        process = self._world.workers[worker].process
+        if process is not None:
+            process.runner.next_error = RunnerError("planted")
 
     def _at(self, worker: int, fault: Fault) -> _Victim | None:
-        life = self._world.seats[worker].life
-        for request in life.scheduler.requests if life is not None else ():
+        process = self._world.workers[worker].process
+        for request in process.scheduler.requests if process is not None else ():
             if PLACES[fault.detail](request):
                 gateway = self._world.gateways[request.key.gateway]
                 output = None if gateway is None else gateway.pool._outputs._live.get(request.key.handle)

@@ -1,4 +1,4 @@
-"""A gateway's process, over all its lives: the real `gateway.app.Gateway` on simulated edges.
+"""A gateway, one process after another: the real `gateway.app.Gateway` on simulated edges.
 
 Replaced: listeners and sockets, the threads that tokenize (their work is done at once, and takes virtual time), the
 watch over processes. Everything between is the product's.

@@ -1,4 +1,4 @@
-"""A worker process, one life after another as a supervisor starts them, each with an epoch of its own: the real engine
+"""A worker, one process after another as a supervisor starts them, each with an epoch of its own: the real engine
 with all that it owns, stepped on the virtual clock.
 
 A step happens in one go; what it says leaves when its duration has passed, and is lost where the process dies before
@@ -93,7 +93,7 @@ def block_manager_config(scenario: Scenario) -> BlockManagerConfig:
     )
 
 
-class Life:
+class WorkerProcess:
     """One run of a worker's process. on_death(exit code): called once, if it ends by itself rather than by ``kill``.
     on_step: called after each turn of the engine."""
 
@@ -144,7 +144,7 @@ class Life:
         self._computing_since: int | None = None  # how many steps there were before the one that takes its time now
         self._num_idle_turns = 0
         self._tasks = [
-            asyncio.create_task(self._live(), name=f"life of {self.name}"),
+            asyncio.create_task(self._live(), name=f"process of {self.name}"),
             asyncio.create_task(self._beat(), name=f"heart of {self.name}"),
         ]
 
@@ -301,35 +301,35 @@ class Life:
         journal.check(num_held == 0, f"{self.name} holds {num_held} host blocks for nobody")
 
 
-class Seat:
-    """A worker across restarts. ``life`` is None between two runs."""
+class SimWorker:
+    """A worker across restarts. ``process`` is None between two runs."""
 
     def __init__(self, world: "World", index: int, files: dict[str, bytes]) -> None:
         self.name = f"w{index}"
-        self.life: Life | None = None
+        self.process: WorkerProcess | None = None
         self._world, self._index, self._files = world, index, files
-        self._num_lives = 0
+        self._num_runs = 0
         self._is_closed = False
 
     @property
     def is_quiet(self) -> bool:
         """Whether it is alive, known to every gateway, and idle."""
-        life = self.life
+        process = self.process
         return (
-            life is not None
-            and all(life.link.welcomed.values())
-            and not life.stats.has_work
-            and life.scheduler.is_empty
+            process is not None
+            and all(process.link.welcomed.values())
+            and not process.stats.has_work
+            and process.scheduler.is_empty
         )
 
     def start(self) -> None:
         """Start a new run."""
         if self._is_closed:
             return
-        self._num_lives += 1
+        self._num_runs += 1
         register = self._register()
         self._world.processes.alive.add(register.pid)
-        life = self.life = Life(
+        process = self.process = WorkerProcess(
             self._world.scenario,
             self._world.loop,
             self._world.journal,
@@ -339,30 +339,30 @@ class Seat:
             on_death=self._died,
             on_step=lambda: self._world.chaos.look(self._index),
         )
-        self._world.journal.note(f"{life.name} lives as {register.pid}")
+        self._world.journal.note(f"{process.name} lives as {register.pid}")
 
     def crash(self) -> None:
         """SIGKILL."""
-        if self.life is not None:
-            self.life.kill()
+        if self.process is not None:
+            self.process.kill()
             self._died(-9)
 
     def close(self) -> None:
         """The end of the simulation."""
         self._is_closed = True
-        if self.life is not None:
-            self.life.kill()
-            self.life = None
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
 
     def _died(self, code: int) -> None:
-        life, self.life = self.life, None
-        assert life is not None
-        self._world.journal.note(f"{life.name} died with {code}")
-        self._world.processes.ended(life.register.pid)
+        process, self.process = self.process, None
+        assert process is not None
+        self._world.journal.note(f"{process.name} died with {code}")
+        self._world.processes.ended(process.register.pid)
         self._world.loop.call_later(self._world.scenario.config.restart_s, self.start)
 
     def _register(self) -> Register:
-        config, pid = self._world.scenario.config, 10_000 * (self._index + 1) + self._num_lives
+        config, pid = self._world.scenario.config, 10_000 * (self._index + 1) + self._num_runs
         fingerprint = hashlib.blake2b(repr(oracle_model(config)).encode(), digest_size=32).hexdigest()
         return Register(
             worker_id=self.name,
