@@ -6,11 +6,11 @@ from typing import Any
 
 from octavo.gateway.text.model_text import ModelText
 from octavo.worker.runners.oracle.tokenizer import oracle_tokenizer_files
-from sim.callers.blame import Blame
 from sim.callers.caller import Caller
+from sim.callers.excuses import Excuses
 from sim.callers.expectation import Expectation
 from sim.edges import fault_points
-from sim.edges.loop import START_S, LogLine, NothingHappens, SimLoop, TimeStandsStill, isolated
+from sim.edges.loop import START_S, Deadlock, Livelock, LogLine, SimLoop, isolated
 from sim.edges.network import Hub
 from sim.faults.chaos import Chaos
 from sim.journal import Journal, Report
@@ -47,7 +47,7 @@ class World:
         files = oracle_tokenizer_files(VOCAB_SIZE)
         text = ModelText(files, num_ids=VOCAB_SIZE)
         self.expectation = Expectation(config, text.table.visible_bytes)
-        self.blame = Blame(scenario)
+        self.excuses = Excuses(scenario)
         self.workers = [SimWorker(self, index, files) for index in range(config.num_workers)]
         self.gateways: list[SimGateway | None] = [None] * config.num_gateways
         self.chaos = Chaos(self)
@@ -76,7 +76,7 @@ class World:
         await self._settle()
         await self._canary()
         await asyncio.sleep(1.0)
-        self._reckon()
+        self._check_end()
         await self._close()
 
     async def _until_ready(self) -> None:
@@ -91,7 +91,7 @@ class World:
         await asyncio.sleep(max(0.0, start_s + spec.at_s - self.loop.time()))
         self.expectation.remember(spec)
         await Caller(
-            spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation, self.blame
+            spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation, self.excuses
         ).run()
 
     async def _everything_ends(self, callers: list["asyncio.Task[None]"]) -> None:
@@ -137,12 +137,12 @@ class World:
             )
             self.expectation.remember(spec)
             caller = Caller(
-                spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation, self.blame
+                spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation, self.excuses
             )
             await caller.run()
             self.journal.check(self.journal.outcomes["OK"] == before + 1, f"the canary ended {caller.status}")
 
-    def _reckon(self) -> None:
+    def _check_end(self) -> None:
         for worker in self.workers:
             self.journal.check(worker.process is not None, f"{worker.name} was not started again")
             if worker.process is not None:
@@ -214,11 +214,11 @@ def simulate(scenario: Scenario, *, story_lines: int = 0) -> Report:
             world = World(scenario, loop, journal)
             fault_points.arm(world.chaos.at_point)
             loop.run_until_complete(world.run())
-        except (NothingHappens, TimeStandsStill) as error:
+        except (Deadlock, Livelock) as error:
             journal.violate(f"{type(error).__name__} {error}")
         finally:
             fault_points.disarm()
-            _bury(loop)
+            _close_loop(loop)
             asyncio.set_event_loop(None)
         _judge_log(lines, scenario, journal)
     return Report(
@@ -249,7 +249,7 @@ def _judge_log(lines: list[LogLine], scenario: Scenario, journal: Journal) -> No
             journal.violate(f"log: {line}")
 
 
-def _bury(loop: SimLoop) -> None:
+def _close_loop(loop: SimLoop) -> None:
     loop.set_exception_handler(lambda _, context: None)
     for task in asyncio.all_tasks(loop):
         task.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-from sim.callers.blame import Blame
+from sim.callers.excuses import Excuses
 from sim.callers.expectation import Expectation, outputs_of
 from sim.edges.loop import SimLoop
 from sim.edges.rpc import SimCall, Status
@@ -69,11 +69,11 @@ class Caller:
         journal: Journal,
         gateway_of: Callable[[int], SimGateway | None],
         expectation: Expectation,
-        blame: Blame,
+        excuses: Excuses,
     ) -> None:
         self._spec, self._loop, self._journal = spec, loop, journal
         self._gateway_of = gateway_of
-        self._expectation, self._blame = expectation, blame
+        self._expectation, self._excuses = expectation, excuses
         self.status: Status | None = None
         self._got = [_Got() for _ in range(spec.num_outputs)]
         self._started = 0
@@ -174,7 +174,7 @@ class Caller:
                 spec, "".join(got.texts), got.ids, got.num_logprobs, got.finished, is_ok=status.code == "OK"
             ):
                 journal.violate(f"{name}: output {index}: {problem}")
-        if wrong := self._blame.problem(self._spec, status):
+        if wrong := self._excuses.problem(self._spec, status):
             journal.violate(f"{name}: {wrong}")
         journal.counts["checks"] += 2
 

@@ -26,11 +26,11 @@ START_S = 1_000.0  # the product writes 0.0 for "not yet"
 MAX_TURNS_AT_ONE_TIME = 200_000
 
 
-class NothingHappens(Exception):
+class Deadlock(Exception):
     """A task waits, but no timer is set that could wake it."""
 
 
-class TimeStandsStill(Exception):
+class Livelock(Exception):
     """Callbacks keep scheduling callbacks, and the clock does not advance."""
 
 
@@ -113,14 +113,14 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._num_turns += 1
         if self._num_turns > MAX_TURNS_AT_ONE_TIME:
             self._num_turns = 0  # who cleans up has turns again
-            raise TimeStandsStill(f"{MAX_TURNS_AT_ONE_TIME} turns at {self._now_s}")
+            raise Livelock(f"{MAX_TURNS_AT_ONE_TIME} turns at {self._now_s}")
 
     def _jump(self) -> None:
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heappop(timers)
         if not timers:
-            raise NothingHappens
+            raise Deadlock
         if timers[0][0] <= self._now_s:
             self._stay()
         else:

@@ -33,7 +33,7 @@ LIES = (
 IDLE_WAIT_S = 0.5
 
 
-class LyingOutbox:
+class FaultyOutbox:
     """An Outbox that can lie. ``lie``: what to falsify in the next message where that is possible; "" for none."""
 
     def __init__(self, link: WorkerLink, journal: Journal) -> None:

@@ -30,7 +30,7 @@ from sim.edges.fault_points import fault_point
 from sim.edges.loop import SimLoop
 from sim.edges.network import Hub
 from sim.journal import Journal
-from sim.processes.dealer import LyingOutbox, SimDealer, SimLink
+from sim.processes.dealer import FaultyOutbox, SimDealer, SimLink
 from sim.processes.fairness import FairnessWatch
 from sim.processes.runner import VOCAB_SIZE, ProcessDied, SimClock, SimRunner, oracle_model
 from sim.processes.watches import WorkerWatch
@@ -121,7 +121,7 @@ class WorkerProcess:
         self.clock = SimClock(loop)
         self.link = SimLink(self.dealers, register, files, self.clock)
         self.link.on_refused = self._refused
-        self.outbox = LyingOutbox(self.link, journal)
+        self.outbox = FaultyOutbox(self.link, journal)
         self.blocks = BlockManager(block_manager_config(scenario))
         self.scheduler = SimScheduler(scheduler_config(scenario), self.blocks)
         self.watch = WorkerWatch(self.scheduler, journal, self.name)

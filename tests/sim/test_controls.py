@@ -12,7 +12,7 @@ from octavo.gateway.requests.tracker import stream_response as real_stream_respo
 from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.streams.stream import OutputStream
 from octavo.wire.messages import StepOutput
-from sim.processes.dealer import LyingOutbox
+from sim.processes.dealer import FaultyOutbox
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
 
@@ -67,16 +67,16 @@ def plant_hung_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_changed_byte(patch: pytest.MonkeyPatch) -> None:
-    put, calls = LyingOutbox.put, iter(range(10**9))
+    put, calls = FaultyOutbox.put, iter(range(10**9))
 
-    def changing(self: LyingOutbox, gateway: Any, message: Any) -> None:
+    def changing(self: FaultyOutbox, gateway: Any, message: Any) -> None:
         if isinstance(message, StepOutput) and message.tokens and next(calls) == 20:
             tokens = np.frombuffer(message.tokens, "<i4").copy()
             tokens[-1] = (tokens[-1] + 1) % 390
             message = msgspec.structs.replace(message, tokens=tokens.tobytes())
         put(self, gateway, message)
 
-    patch.setattr(LyingOutbox, "put", changing)
+    patch.setattr(FaultyOutbox, "put", changing)
 
 
 def plant_unknown_status(patch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ _NEEDED: dict[str, set[FaultKind]] = {
 }
 
 
-class Blame:
+class Excuses:
     """What one scenario excuses."""
 
     def __init__(self, scenario: Scenario) -> None:
