@@ -25,12 +25,12 @@ from octavo.cli.serve.launch import PEERS_FILE, GatewayLinks, ProcessPlan, Role
 from octavo.cli.serve.placed import ClusterContext, Placed, PlacedGateway, first_line
 from octavo.cli.serve.placement import (
     OF_GATEWAY,
-    Board,
+    GatewayAddress,
+    GatewayDirectory,
     Head,
     Host,
+    JoinMode,
     Need,
-    Spot,
-    Way,
     head_of,
     need_of,
     room_beside_gateways,
@@ -86,23 +86,23 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
     cluster cannot be joined, or has no room for the workers."""
     head = head_of(settings.cluster)
     ray = _import_ray()
-    if head.way is not Way.AUTO:
+    if head.mode is not JoinMode.AUTO:
         _local_address(head.host, head.port)
     nodes, gcs, own = _look(head)
-    own_node = "" if head.way is Way.CLIENT else own
+    own_node = "" if head.mode is JoinMode.CLIENT else own
     need = need_of(settings, list(nodes.values()))
     left = _left(nodes, own_node, need, settings.cluster_gateways)
     if (why := why_no_room(need, left, settings.workers * len(settings.model))) is not None:
         raise CliError("the cluster is too small", why, "give fewer --workers, or add hosts to the cluster")
     gcs_host, _, gcs_port = gcs.rpartition(":")
-    reached = (head.host, head.port) if head.way is Way.CLIENT else (gcs_host.strip("[]"), int(gcs_port))
+    reached = (head.host, head.port) if head.mode is JoinMode.CLIENT else (gcs_host.strip("[]"), int(gcs_port))
     address = settings.cluster_address or _local_address(*reached)
     if settings.cluster_gateways:
         check_reach(settings.host, address)
     with temporary_folder("keys-", within=run_dir) as folder:
         keys = _keys(folder, settings.gateway_key_file)
-        here = _spots_here(address, settings.num_gateways)
-        board = Board(here)
+        here = _addresses_here(address, settings.num_gateways)
+        directory = GatewayDirectory(here)
         controls = [f"tcp://{join_address(address, each.control)}" for each in here.values()]
         links = GatewayLinks(
             endpoints=[f"tcp://{join_address(address, each.worker_port)}" for each in here.values()],
@@ -118,7 +118,7 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
             context = ClusterContext(
                 ray=ray,
                 label=f"octavo-{secrets.token_hex(4)}",  # services on one cluster share a namespace of group names
-                board=board,
+                directory=directory,
                 own_node=own_node,
                 towards=address,
                 placing=asyncio.Lock(),
@@ -189,11 +189,11 @@ def check_reach(host: str, address: str) -> None:
         raise CliError("callers could not reach --cluster-gateways", numbers, advice)
 
 
-def _spots_here(address: str, num_gateways: int) -> dict[str, Spot]:
-    """The spots of the gateways on this host, without callers' ports, which are chosen elsewhere."""
+def _addresses_here(address: str, num_gateways: int) -> dict[str, GatewayAddress]:
+    """The addresses of the gateways on this host, without callers' ports, which are chosen elsewhere."""
     taken: set[int] = set()
     return {
-        f"gateway-{n}": Spot(
+        f"gateway-{n}": GatewayAddress(
             host=address, port=0, worker_port=free_port(address, taken), control=free_port(address, taken)
         )
         for n in range(num_gateways)
@@ -219,7 +219,7 @@ class Cluster:
         self._keys = keys
         self._peers_file = run_dir / PEERS_FILE
         self._notice: Notice | None = None
-        self.board.listeners.add(self._tell_gateways_here)
+        self.directory.listeners.add(self._tell_gateways_here)
         try:
             self._write_peers()
         except OSError as error:
@@ -227,9 +227,9 @@ class Cluster:
             raise CliError("the run directory cannot be written", f"{self._peers_file}: {error}", advice) from None
 
     @property
-    def board(self) -> Board:
+    def directory(self) -> GatewayDirectory:
         """Where the gateways are now."""
-        return self._context.board
+        return self._context.directory
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Placed:
         """A process that has no place yet."""
@@ -256,7 +256,7 @@ class Cluster:
         return {
             "worker_key_file": self._keys["worker.key"],
             "gateway_public_key_file": self._keys["gateway.pub"],
-            "gateway_endpoints_file": self.board.endpoints(),
+            "gateway_endpoints_file": self.directory.endpoints(),
         }
 
     def _files_of_gateway(self, settings: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
@@ -271,13 +271,13 @@ class Cluster:
             return last | {
                 "gateway_key_file": self._keys["gateway.key"],
                 "allowed_worker_keys": self._keys["worker.pub"],
-                "peer_endpoints_file": self.board.controls(),
+                "peer_endpoints_file": self.directory.controls(),
             }
 
         return files
 
     def _write_peers(self) -> None:
-        write_whole(self._peers_file, self.board.controls())
+        write_whole(self._peers_file, self.directory.controls())
 
     def _tell_gateways_here(self) -> None:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.cli.serve.children import OnLine
 from octavo.cli.serve.launch import ProcessPlan, passed_on
 from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
-from octavo.cli.serve.placement import Board, Need, Spot
+from octavo.cli.serve.placement import GatewayAddress, GatewayDirectory, Need
 from octavo.cli.serve.process_actor import ProcessActor, version_here
 from octavo.cli.serve.service import Notice
 from octavo.cli.settings.addresses import join_address
@@ -36,7 +36,7 @@ class ClusterContext:
 
     ray: Any
     label: str
-    board: Board
+    directory: GatewayDirectory
     own_node: str
     towards: str
     placing: asyncio.Lock
@@ -87,7 +87,7 @@ class Placed:
     async def run(self) -> int:
         """Run the process once. Returns its exit code, EXIT_PLACE_LOST or EXIT_NO_PLACE."""
         self._living = asyncio.create_task(self._live(), name=self.name)
-        self._context.board.listeners.add(self._tell)
+        self._context.directory.listeners.add(self._tell)
         try:
             return await self._living
         except asyncio.CancelledError:
@@ -95,7 +95,7 @@ class Placed:
                 return 0  # cancelled by `kill`, or by `terminate` while it had no place
             raise
         finally:
-            self._context.board.listeners.discard(self._tell)
+            self._context.directory.listeners.discard(self._tell)
             self._living.cancel()
             for task in self._telling:
                 task.cancel()
@@ -272,12 +272,12 @@ class Placed:
 
 
 class PlacedGateway(Placed):
-    """A gateway. Its address and ports are chosen on its host, and stay on the board while it keeps its place."""
+    """A gateway. Its address and ports are chosen on its host, and stay in the directory while it keeps its place."""
 
-    _spot: Spot | None = None
+    _address: GatewayAddress | None = None
 
     async def _settle(self) -> bool:
-        if self._actor is not None:  # the board has its host and ports: no need to wait for others being placed
+        if self._actor is not None:  # the directory has its host and ports: no need to wait for others being placed
             await self._choose_ports()
             return True
         async with self._context.placing:  # else two could choose the same host, or the same ports there
@@ -288,7 +288,7 @@ class PlacedGateway(Placed):
 
     async def _place(self) -> bool:
         """Prefers a host without another gateway if one is free within APART_S; never the supervisor's."""
-        apart = [*self._never_at, *sorted(self._context.board.nodes(self.name))]
+        apart = [*self._never_at, *sorted(self._context.directory.nodes(self.name))]
         if apart != self._never_at:
             if await self._reserve(APART_S, not_at=apart):
                 return True
@@ -302,7 +302,7 @@ class PlacedGateway(Placed):
     async def _choose_ports(self) -> None:
         from ray.util.placement_group import placement_group_table
 
-        given, board, former = self._settings, self._context.board, self._spot
+        given, directory, former = self._settings, self._context.directory, self._address
         models = model_ports(given["model_port"])
         of_models = [port for _, port in models]
         port, workers, control, metrics, *of_models = (
@@ -310,12 +310,12 @@ class PlacedGateway(Placed):
         )
         wanted = [("", port), ("", workers), ("", control), (given["metrics_host"], metrics)]
         wanted += [("", each) for each in of_models]
-        taken = board.ports(besides=self.name)
+        taken = directory.ports(besides=self.name)
         async with asyncio.timeout(ANSWER_S):
             host, ports = await self._ask("choose_ports", self._context.towards, wanted, taken, version_here())
         node = placement_group_table(self._group)["bundles_to_node_id"].get(0, "")  # missing if the host is gone by now
         port, workers, control, metrics, *of_models = ports
-        self._spot = Spot(
+        self._address = GatewayAddress(
             host=host,
             port=port,
             worker_port=workers,
@@ -324,30 +324,30 @@ class PlacedGateway(Placed):
             models=tuple(zip((name for name, _ in models), of_models, strict=True)),
             node=node,
         )
-        board.put(self.name, self._spot)
+        directory.put(self.name, self._address)
 
     def _settings_of_run(self) -> dict[str, Any]:
-        given, spot = self._settings, self._spot
-        assert spot is not None
+        given, address = self._settings, self._address
+        assert address is not None
         is_everywhere = is_address(given["host"]) and is_wildcard(given["host"])
         return dict(given) | {
-            "host": given["host"] if is_everywhere else spot.host,
-            "port": spot.port,
-            "metrics_port": spot.metrics,
-            "model_port": [f"{name}={port}" for name, port in spot.models],
-            "worker_endpoint": [f"tcp://{join_address(spot.host, spot.worker_port)}"],
-            "control_endpoint": f"tcp://{join_address(spot.host, spot.control)}",
+            "host": given["host"] if is_everywhere else address.host,
+            "port": address.port,
+            "metrics_port": address.metrics,
+            "model_port": [f"{name}={port}" for name, port in address.models],
+            "worker_endpoint": [f"tcp://{join_address(address.host, address.worker_port)}"],
+            "control_endpoint": f"tcp://{join_address(address.host, address.control)}",
         }
 
     def _reached(self) -> str:
-        if self._spot is None:
+        if self._address is None:
             return ""
-        of_models = [f", {name} at {join_address(self._spot.host, port)}" for name, port in self._spot.models]
-        return f"; callers reach it at {join_address(self._spot.host, self._spot.port)}{''.join(of_models)}"
+        of_models = [f", {name} at {join_address(self._address.host, port)}" for name, port in self._address.models]
+        return f"; callers reach it at {join_address(self._address.host, self._address.port)}{''.join(of_models)}"
 
     def _leave(self) -> None:
-        self._spot = None
-        self._context.board.drop(self.name)
+        self._address = None
+        self._context.directory.drop(self.name)
         super()._leave()
 
 

@@ -13,7 +13,7 @@ CLIENT_PORT = 10001  # default port on which a Ray head accepts drivers of other
 _ADDRESS_ADVICE = "write it as ray://HEAD, as HOST:PORT of the head, or as auto"
 
 
-class Way(Enum):
+class JoinMode(Enum):
     """How a cluster is joined. AUTO: the one that runs here. MEMBER: by its head's address, with this host part of it.
     CLIENT: from outside."""
 
@@ -26,7 +26,7 @@ class Way(Enum):
 class Head:
     """Where a cluster's head is. address: in Ray's form. host, port: where it listens; empty and 0 for AUTO."""
 
-    way: Way
+    mode: JoinMode
     address: str
     host: str = ""
     port: int = 0
@@ -35,7 +35,7 @@ class Head:
 def head_of(text: str) -> Head:
     """--cluster, parsed. Raises CliError."""
     if text == "auto":
-        return Head(way=Way.AUTO, address="auto")
+        return Head(mode=JoinMode.AUTO, address="auto")
     if text.startswith("ray://"):
         rest = text.removeprefix("ray://")
         bare = rest.removeprefix("[").removesuffix("]")
@@ -44,11 +44,11 @@ def head_of(text: str) -> Head:
         if not host or any(sign in host for sign in "/?#@ "):
             raise usage("bad value for --cluster", f"{text!r} names no head", _ADDRESS_ADVICE)
         shown = f"[{host}]" if ":" in host else host
-        return Head(way=Way.CLIENT, address=f"ray://{shown}:{port}", host=host, port=port)
+        return Head(mode=JoinMode.CLIENT, address=f"ray://{shown}:{port}", host=host, port=port)
     host, port = _split(text, text)
     if "/" in host:
         raise usage("bad value for --cluster", f"{text!r} is no address of a head", _ADDRESS_ADVICE)
-    return Head(way=Way.MEMBER, address=text, host=host, port=port)
+    return Head(mode=JoinMode.MEMBER, address=text, host=host, port=port)
 
 
 def _split(text: str, address: str) -> tuple[str, int]:
@@ -140,7 +140,7 @@ def _less(host: Host) -> Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class GatewayAddress:
     """Where a gateway is reached. host: its address. port, worker_port, control, metrics: ports for callers, workers,
     other gateways and Prometheus. models: (model, port): further ports for callers, where a request that names no model
     gets this one. node: of the cluster; empty for the supervisor's host."""
@@ -159,19 +159,19 @@ class Spot:
         return self.port, self.worker_port, self.control, self.metrics, *(port for _, port in self.models)
 
 
-class Board:
+class GatewayDirectory:
     """Where the gateways of a service are now. listeners: called when that changes."""
 
-    def __init__(self, here: Mapping[str, Spot]) -> None:
+    def __init__(self, here: Mapping[str, GatewayAddress]) -> None:
         """here: gateways on the supervisor's host, by name; they never move."""
         self._here = dict(here)
-        self._placed: dict[str, Spot] = {}
+        self._placed: dict[str, GatewayAddress] = {}
         self.listeners: set[Callable[[], None]] = set()
 
-    def put(self, name: str, spot: Spot) -> None:
+    def put(self, name: str, address: GatewayAddress) -> None:
         """Record a gateway's place, which may be new or have changed."""
-        if self._placed.get(name) != spot:
-            self._placed[name] = spot
+        if self._placed.get(name) != address:
+            self._placed[name] = address
             self._tell()
 
     def drop(self, name: str) -> None:
@@ -215,7 +215,7 @@ class Board:
         """The ports of all gateways other than `besides`."""
         return [port for name, each in self._all().items() if name != besides for port in each.ports if port]
 
-    def _all(self) -> dict[str, Spot]:
+    def _all(self) -> dict[str, GatewayAddress]:
         return self._here | dict(sorted(self._placed.items()))
 
     def _tell(self) -> None:

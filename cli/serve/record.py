@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 
 from octavo.cli.serve.launch import Role
-from octavo.cli.serve.placement import Board
+from octavo.cli.serve.placement import GatewayDirectory
 from octavo.cli.serve.service import Kept, Notice
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.model_names import name_of_model, split_model
@@ -82,11 +82,11 @@ class ServiceRecord:
 
 
 def record_of(
-    address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, board: Board
+    address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, directory: GatewayDirectory
 ) -> ServiceRecord:
-    """The record of the service that this process supervises, with its processes on this host and others. board: where
-    callers reach gateways on other hosts now."""
-    elsewhere, of_models = board.addresses(), board.model_addresses()
+    """The record of the service that this process supervises, with its processes on this host and others. directory:
+    where callers reach gateways on other hosts now."""
+    elsewhere, of_models = directory.addresses(), directory.model_addresses()
     return ServiceRecord(
         pid=os.getpid(),
         started_s=_created_s(),

@@ -35,7 +35,7 @@ from octavo.cli.serve.launch import (
     with_threads,
     write_settings,
 )
-from octavo.cli.serve.placement import Board
+from octavo.cli.serve.placement import GatewayDirectory
 from octavo.cli.serve.ports import free_port, held_port, require_address, require_free, require_threads
 from octavo.cli.serve.preflight import (
     check_front,
@@ -143,13 +143,13 @@ def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> t
 
 
 class Site(Protocol):
-    """Where workers run. links: where they connect to the gateways. board: where gateways on other hosts are."""
+    """Where workers run. links: where they connect to the gateways. directory: where gateways on other hosts are."""
 
     @property
     def links(self) -> GatewayLinks: ...
 
     @property
-    def board(self) -> Board: ...
+    def directory(self) -> GatewayDirectory: ...
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
         """The process of a worker, or of a gateway whose host the cluster chooses."""
@@ -165,7 +165,7 @@ class _Here:
 
     links: GatewayLinks
     settings: ServeSettings
-    board: Board = field(default_factory=lambda: Board({}))
+    directory: GatewayDirectory = field(default_factory=lambda: GatewayDirectory({}))
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
         return local_child(plan, on_line)
@@ -229,14 +229,16 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
     def on_change() -> None:
         """The set of processes, or their places, have changed."""
         host = settings.metrics_host
-        listing.put(record_of(layout.address, layout.run_dir, service.processes, metrics_host=host, board=site.board))
+        listing.put(
+            record_of(layout.address, layout.run_dir, service.processes, metrics_host=host, directory=site.directory)
+        )
 
     listing = Listing(notice)
     service = Service(
         list(map(kept, layout.plans)), drain_grace_s=settings.drain_grace_s, notice=notice, on_change=on_change
     )
     on_change()
-    site.board.listeners.add(on_change)
+    site.directory.listeners.add(on_change)
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.add_signal_handler(number, _on_signal, service, notice)
@@ -332,7 +334,7 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
     models = model_summaries(served, list(view.loaded.values()))
     with contextlib.suppress(OSError):  # nobody reads stdout
         summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
-        show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=layout.site.board.rows()))
+        show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=layout.site.directory.rows()))
     ready = layout.run_dir / READY_FILE
     try:
         write_whole(ready, address + "\n")

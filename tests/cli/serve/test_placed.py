@@ -13,7 +13,7 @@ from octavo.cli.serve import placed
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import EXIT_PLACE_LOST
 from octavo.cli.serve.placed import ClusterContext, Placed, PlacedGateway
-from octavo.cli.serve.placement import OF_GATEWAY, Board, Need, Spot
+from octavo.cli.serve.placement import OF_GATEWAY, GatewayAddress, GatewayDirectory, Need
 from tests.support.waiting import until
 
 
@@ -91,7 +91,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placed, name, 0.02)
 
 
-def cluster(ray: Played, monkeypatch: pytest.MonkeyPatch, board: Board) -> ClusterContext:
+def cluster(ray: Played, monkeypatch: pytest.MonkeyPatch, directory: GatewayDirectory) -> ClusterContext:
     groups = ModuleType("ray.util.placement_group")
     vars(groups).update(
         placement_group=ray.placement_group,
@@ -102,14 +102,18 @@ def cluster(ray: Played, monkeypatch: pytest.MonkeyPatch, board: Board) -> Clust
     vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **__: None
     for module in (ModuleType("ray"), ModuleType("ray.util"), groups, strategies):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return ClusterContext(ray=ray, label="l", board=board, own_node="", towards="127.0.0.1", placing=asyncio.Lock())
+    return ClusterContext(
+        ray=ray, label="l", directory=directory, own_node="", towards="127.0.0.1", placing=asyncio.Lock()
+    )
 
 
-def worker(ray: Played, monkeypatch: pytest.MonkeyPatch, notices: list[str], board: Board | None = None) -> Placed:
-    board = board or Board({})
-    context = cluster(ray, monkeypatch, board)
+def worker(
+    ray: Played, monkeypatch: pytest.MonkeyPatch, notices: list[str], directory: GatewayDirectory | None = None
+) -> Placed:
+    directory = directory or GatewayDirectory({})
+    context = cluster(ray, monkeypatch, directory)
     plan = ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None)
-    files = lambda: {"gateway_endpoints_file": board.endpoints()}  # noqa: E731
+    files = lambda: {"gateway_endpoints_file": directory.endpoints()}  # noqa: E731
     return Placed(context, plan, {}, files, Need(gpus=0, cpus=1), lambda *_: None, notices.append)
 
 
@@ -142,13 +146,13 @@ async def test_a_file_that_cannot_be_written_on_its_host_is_told_once_and_tried_
     soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placed, "LOOK_S", 0.0)
-    board, notices = Board({}), list[str]()
+    directory, notices = GatewayDirectory({}), list[str]()
     lines = ([], None)
     ray = Played([True], follow=[lines] * 6 + [NEVER], write=[RayTaskError(), RayTaskError(), None])
-    process = worker(ray, monkeypatch, notices, board)
+    process = worker(ray, monkeypatch, notices, directory)
     running = asyncio.create_task(process.run())
     await until(lambda: ("follow", (0,)) in ray.asked)
-    board.put("gateway-1", Spot(host="10.0.0.2", port=1, worker_port=2, control=3))
+    directory.put("gateway-1", GatewayAddress(host="10.0.0.2", port=1, worker_port=2, control=3))
     ray.answers["follow"] = [lines] * 3 + [NEVER]
     await until(lambda: len(writes(ray)) == 3 or process._tell())
     assert [files for _, files in writes(ray)] == [{"gateway_endpoints_file": "tcp://10.0.0.2:2\n"}] * 3
@@ -165,16 +169,16 @@ async def test_a_gateway_that_has_its_place_does_not_wait_for_one_that_looks_for
 ) -> None:
     """Which may be for as long as a host is away."""
     monkeypatch.setattr(placed, "APART_S", 600.0)
-    board, notices = Board({}), list[str]()
+    directory, notices = GatewayDirectory({}), list[str]()
     ray = Played([True, False], choose_ports=[("10.0.0.2", [50051, 5555, 5556, 9090])])
-    context = cluster(ray, monkeypatch, board)
+    context = cluster(ray, monkeypatch, directory)
     first, second = (gateway(context, name, notices) for name in ("gateway-1", "gateway-2"))
     assert await first.run() == 0
     waiting = asyncio.create_task(second.run())
     await until(lambda: len(ray.reserved) == 2)
     async with asyncio.timeout(60):
         assert await first.run() == 0  # its process has died
-    assert board.addresses() == {"gateway-1": "10.0.0.2:50051"}
+    assert directory.addresses() == {"gateway-1": "10.0.0.2:50051"}
     second.kill()
     assert await waiting == 0
 
@@ -189,9 +193,11 @@ async def test_ports_of_models_are_chosen_on_its_host_kept_there_and_told(
     soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two gateways may be on one host, and somebody else may have the port there."""
-    board, notices = Board({}), list[str]()
+    directory, notices = GatewayDirectory({}), list[str]()
     ray = Played([True], choose_ports=[("10.0.0.2", [50052, 5555, 5556, 9091, 7001, 8002])])
-    process = gateway(cluster(ray, monkeypatch, board), "gateway-2", notices, model_port=["Org/two=8001", "a=b=8002"])
+    process = gateway(
+        cluster(ray, monkeypatch, directory), "gateway-2", notices, model_port=["Org/two=8001", "a=b=8002"]
+    )
     for _ in range(2):
         assert await process.run() == 0
     (first, second) = [arguments for method, arguments in ray.asked if method == "choose_ports"]
@@ -203,12 +209,12 @@ async def test_ports_of_models_are_chosen_on_its_host_kept_there_and_told(
         "gateway-2 is placed on host; callers reach it at 10.0.0.2:50052, Org/two at 10.0.0.2:7001, "
         "a=b at 10.0.0.2:8002"
     ]
-    assert board.rows() == [
+    assert directory.rows() == [
         ("gateway-2", "10.0.0.2:50052"),
         ("gateway-2, Org/two", "10.0.0.2:7001"),
         ("gateway-2, a=b", "10.0.0.2:8002"),
     ]
-    assert set(board.ports(besides="gateway-1")) >= {7001, 8002}
+    assert set(directory.ports(besides="gateway-1")) >= {7001, 8002}
 
 
 def writes(ray: Played) -> list[tuple[object, ...]]:

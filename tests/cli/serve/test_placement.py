@@ -14,11 +14,11 @@ from octavo.cli.serve.cluster import check_reach
 from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
 from octavo.cli.serve.placement import (
     CLIENT_PORT,
-    Board,
+    GatewayAddress,
+    GatewayDirectory,
     Head,
+    JoinMode,
     Need,
-    Spot,
-    Way,
     head_of,
     need_of,
     room_beside_gateways,
@@ -39,12 +39,12 @@ GPU = {"CPU": 8.0, "GPU": 2.0}
 @pytest.mark.parametrize(
     ("text", "head"),
     [
-        ("auto", Head(way=Way.AUTO, address="auto")),
-        ("ray://head", Head(way=Way.CLIENT, address="ray://head:10001", host="head", port=CLIENT_PORT)),
-        ("ray://head:7", Head(way=Way.CLIENT, address="ray://head:7", host="head", port=7)),
-        ("ray://[::1]", Head(way=Way.CLIENT, address="ray://[::1]:10001", host="::1", port=CLIENT_PORT)),
-        ("ray://[::1]:7", Head(way=Way.CLIENT, address="ray://[::1]:7", host="::1", port=7)),
-        ("10.0.0.1:6379", Head(way=Way.MEMBER, address="10.0.0.1:6379", host="10.0.0.1", port=6379)),
+        ("auto", Head(mode=JoinMode.AUTO, address="auto")),
+        ("ray://head", Head(mode=JoinMode.CLIENT, address="ray://head:10001", host="head", port=CLIENT_PORT)),
+        ("ray://head:7", Head(mode=JoinMode.CLIENT, address="ray://head:7", host="head", port=7)),
+        ("ray://[::1]", Head(mode=JoinMode.CLIENT, address="ray://[::1]:10001", host="::1", port=CLIENT_PORT)),
+        ("ray://[::1]:7", Head(mode=JoinMode.CLIENT, address="ray://[::1]:7", host="::1", port=7)),
+        ("10.0.0.1:6379", Head(mode=JoinMode.MEMBER, address="10.0.0.1:6379", host="10.0.0.1", port=6379)),
     ],
 )
 def test_an_address_is_understood(text: str, head: Head) -> None:
@@ -125,21 +125,21 @@ def test_gateways_leave_workers_as_much_as_they_can() -> None:
 
 
 def test_the_board_tells_whoever_must_know_when_a_gateway_has_moved() -> None:
-    here = Spot(host="10.0.0.1", port=0, worker_port=1, control=2)
-    board = Board({"gateway-0": here})
+    here = GatewayAddress(host="10.0.0.1", port=0, worker_port=1, control=2)
+    directory = GatewayDirectory({"gateway-0": here})
     told: list[str] = []
-    board.listeners.add(lambda: told.append(board.endpoints()))
-    first = Spot(host="10.0.0.2", port=50051, worker_port=11, control=12, metrics=9090, node="n2")
-    board.put("gateway-1", first)
-    board.put("gateway-1", first)  # nothing new
+    directory.listeners.add(lambda: told.append(directory.endpoints()))
+    first = GatewayAddress(host="10.0.0.2", port=50051, worker_port=11, control=12, metrics=9090, node="n2")
+    directory.put("gateway-1", first)
+    directory.put("gateway-1", first)  # nothing new
     assert told == ["tcp://10.0.0.1:1\ntcp://10.0.0.2:11\n"]
-    assert board.controls() == "tcp://10.0.0.1:2\ntcp://10.0.0.2:12\n"
-    board.put("gateway-2", Spot(host="fd00::3", port=50051, worker_port=21, control=22, node="n3"))
-    assert board.addresses() == {"gateway-1": "10.0.0.2:50051", "gateway-2": "[fd00::3]:50051"}
-    assert (board.nodes("gateway-1"), board.nodes("")) == ({"n3"}, {"n2", "n3"})
-    assert board.ports(besides="gateway-2") == [1, 2, 50051, 11, 12, 9090]
-    board.drop("gateway-1")
-    board.drop("gateway-1")
+    assert directory.controls() == "tcp://10.0.0.1:2\ntcp://10.0.0.2:12\n"
+    directory.put("gateway-2", GatewayAddress(host="fd00::3", port=50051, worker_port=21, control=22, node="n3"))
+    assert directory.addresses() == {"gateway-1": "10.0.0.2:50051", "gateway-2": "[fd00::3]:50051"}
+    assert (directory.nodes("gateway-1"), directory.nodes("")) == ({"n3"}, {"n2", "n3"})
+    assert directory.ports(besides="gateway-2") == [1, 2, 50051, 11, 12, 9090]
+    directory.drop("gateway-1")
+    directory.drop("gateway-1")
     assert told[2:] == ["tcp://10.0.0.1:1\ntcp://[fd00::3]:21\n"]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.cli.serve import record
 from octavo.cli.serve.launch import ProcessPlan, Role
-from octavo.cli.serve.placement import Board, Spot
+from octavo.cli.serve.placement import GatewayAddress, GatewayDirectory
 from octavo.cli.serve.record import Listing, ProcessRecord, ServiceRecord, running_services
 from octavo.cli.serve.service import Kept
 from tests.support.waiting import until
@@ -71,7 +71,7 @@ def test_what_a_later_version_says_more_is_passed_over_and_its_file_stays(folder
 def test_a_clock_that_was_set_takes_no_service_out_of_sight(folder: Path) -> None:
     """What psutil says of a process's start moves with the clock."""
     listing = Listing(print)
-    of_now = record.record_of("x:1", folder, (), metrics_host="h", board=Board({}))
+    of_now = record.record_of("x:1", folder, (), metrics_host="h", directory=GatewayDirectory({}))
     listing.put(replace(of_now, started_s=of_now.started_s - 3600))
     assert addresses() == ["x:1"]
     assert 0 <= running_services()[0].uptime_s < 3600
@@ -85,7 +85,7 @@ def test_a_system_that_shows_no_processes_lists_the_service_all_the_same(monkeyp
 
     monkeypatch.setattr(psutil, "Process", gone)
     monkeypatch.setattr(record, "_began_s", lambda pid: 0.0)
-    assert record.record_of("x:1", Path("/"), (), metrics_host="h", board=Board({})).pid == os.getpid()
+    assert record.record_of("x:1", Path("/"), (), metrics_host="h", directory=GatewayDirectory({})).pid == os.getpid()
 
 
 async def test_a_file_that_somebody_took_away_is_written_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,9 @@ def test_workers_on_hosts_of_a_cluster_are_listed_without_metrics() -> None:
         ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None),
     )
     kept = [Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None)) for plan in plans]
-    found = record.record_of("h:1", Path("/run"), kept, metrics_host="0.0.0.0", board=Board({})).processes
+    found = record.record_of(
+        "h:1", Path("/run"), kept, metrics_host="0.0.0.0", directory=GatewayDirectory({})
+    ).processes
     assert [(each.name, each.model, each.metrics, each.is_placed) for each in found] == [
         ("gateway-0", "", "127.0.0.1:9090", False),
         ("worker-0", "m", "", True),
@@ -158,9 +160,9 @@ def test_workers_on_hosts_of_a_cluster_are_listed_without_metrics() -> None:
 def test_a_gateway_of_another_host_is_listed_with_the_addresses_of_models(folder: Path) -> None:
     plan = ProcessPlan(name="gateway-1", role=Role.GATEWAY, settings={}, is_placed=True, metrics_port=None)
     kept = Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None))
-    board = Board({})
-    board.put("gateway-1", Spot(host="10.0.0.2", port=5, worker_port=6, control=7, models=(("two", 8),)))
-    Listing([].append).put(record.record_of("x:1", folder, [kept], metrics_host="0.0.0.0", board=board))
+    directory = GatewayDirectory({})
+    directory.put("gateway-1", GatewayAddress(host="10.0.0.2", port=5, worker_port=6, control=7, models=(("two", 8),)))
+    Listing([].append).put(record.record_of("x:1", folder, [kept], metrics_host="0.0.0.0", directory=directory))
     (found,) = running_services()[0].processes
     assert (found.address, found.model_addresses) == ("10.0.0.2:5", {"two": "10.0.0.2:8"})
 
@@ -176,7 +178,9 @@ def test_a_worker_is_listed_by_the_name_of_its_model_with_the_checkpoint_beside_
         for n, each in enumerate(asked)
     ]
     kept = [Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None)) for plan in plans]
-    found = record.record_of("h:1", Path("/run"), kept, metrics_host="0.0.0.0", board=Board({})).processes
+    found = record.record_of(
+        "h:1", Path("/run"), kept, metrics_host="0.0.0.0", directory=GatewayDirectory({})
+    ).processes
     assert [(each.model, each.checkpoint) for each in found] == [
         ("my-model", str(model)),
         ("two", str(model)),
