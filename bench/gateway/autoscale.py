@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.cli.serve.autoscale import AutoscalePolicy, Course, Demand, steer
+from octavo.cli.serve.autoscale import AutoscalePolicy, AutoscaleState, Demand, next_state
 
 TICK_S = 0.5
 LOOK_S = 1.0
@@ -164,7 +164,7 @@ def simulate(
     """Simulate with a fixed number of workers, or with the number that the policy chooses."""
     first = fixed or (policy.floor if policy else 1)
     workers = [Worker(machine=machine, ready_s=0.0) for _ in range(first)]
-    course = Course(wanted=first)
+    state = AutoscaleState(wanted=first)
     waits: list[float] = []
     recent: deque[tuple[float, int, int]] = deque()  # time, waits so far, outputs complete in the tick
     changes: list[tuple[float, int]] = []
@@ -184,11 +184,11 @@ def simulate(
         used_s += TICK_S * len(workers)
         workers = [each for each in workers if not (each.is_leaving and each.load == 0)]
         if policy is not None and now_s % LOOK_S == 0:
-            before = course.wanted
-            course = steer(policy, course, _seen(open_, waits, recent), now_s)
-            if course.wanted != before:
-                changes.append((now_s, course.wanted - before))
-                _resize(workers, course.wanted, machine, now_s)
+            before = state.wanted
+            state = next_state(policy, state, _seen(open_, waits, recent), now_s)
+            if state.wanted != before:
+                changes.append((now_s, state.wanted - before))
+                _resize(workers, state.wanted, machine, now_s)
         most = max(most, len(workers))
     gone = np.array(waits or [0.0])
     return Result(

@@ -47,8 +47,8 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """The state between two calls of `steer`. wanted: target number of workers. quiet_since_s: None while it is not
+class AutoscaleState:
+    """State between two calls of `next_state`. wanted: target number of workers. quiet_since_s: None while it is not
     quiet. left_s: when a worker was last removed. patience: factor on down_s, raised when a removal proves too early.
     refused_s: when a change was last refused; refused: the target that was refused then."""
 
@@ -61,8 +61,8 @@ class Course:
     refused: int | None = None
 
 
-def refused(before: Course, asked: Course, *, size: int, now_s: float) -> Course:
-    """The state after a change was refused: `asked` is what `steer` made of `before`, and there are still `size`
+def refused(before: AutoscaleState, asked: AutoscaleState, *, size: int, now_s: float) -> AutoscaleState:
+    """The state after a change was refused: `asked` is what `next_state` made of `before`, and there are still `size`
     workers. Keeps what was learned and drops what the change itself would have started."""
     is_growth = asked.wanted > size
     return replace(
@@ -74,31 +74,31 @@ def refused(before: Course, asked: Course, *, size: int, now_s: float) -> Course
     )
 
 
-def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float) -> Course:
+def next_state(policy: AutoscalePolicy, state: AutoscaleState, demand: Demand, now_s: float) -> AutoscaleState:
     """The next state."""
-    wanted = min(max(course.wanted, policy.floor), policy.ceiling)
-    may_ask = now_s - course.refused_s >= policy.up_s
-    if wanted != course.wanted:
-        return replace(course, wanted=wanted, changed_s=now_s, quiet_since_s=None) if may_ask else course
+    wanted = min(max(state.wanted, policy.floor), policy.ceiling)
+    may_ask = now_s - state.refused_s >= policy.up_s
+    if wanted != state.wanted:
+        return replace(state, wanted=wanted, changed_s=now_s, quiet_since_s=None) if may_ask else state
     if demand.num_workers == 0:  # no worker is ready: the load is unknown
-        return replace(course, quiet_since_s=None)
+        return replace(state, quiet_since_s=None)
     if demand.queue_s > policy.queue_s or demand.usage > policy.usage:
-        course = replace(course, quiet_since_s=None)
-        has_come = demand.num_workers >= wanted and now_s - course.changed_s >= policy.up_s
-        more = _less(course, min(_grown(policy, demand), policy.ceiling)) if has_come and may_ask else wanted
+        state = replace(state, quiet_since_s=None)
+        has_come = demand.num_workers >= wanted and now_s - state.changed_s >= policy.up_s
+        more = _less(state, min(_grown(policy, demand), policy.ceiling)) if has_come and may_ask else wanted
         if more == wanted:
-            return course
-        was_missed = now_s - course.left_s < MISSED * policy.down_s
-        patience = min(MAX_PATIENCE, 2 * course.patience) if was_missed else course.patience
-        return replace(course, wanted=more, changed_s=now_s, patience=patience, refused=None)
+            return state
+        was_missed = now_s - state.left_s < MISSED * policy.down_s
+        patience = min(MAX_PATIENCE, 2 * state.patience) if was_missed else state.patience
+        return replace(state, wanted=more, changed_s=now_s, patience=patience, refused=None)
     if wanted == policy.floor or demand.num_workers > wanted or not _is_quiet(policy, demand):
-        return replace(course, quiet_since_s=None)
-    since_s = now_s if course.quiet_since_s is None else course.quiet_since_s
-    if now_s - max(since_s, course.changed_s) < course.patience * policy.down_s or not may_ask:
-        return replace(course, quiet_since_s=since_s)
-    has_gone_well = course.left_s == course.changed_s  # the last change was a removal as well
-    patience = max(1.0, course.patience / 2) if has_gone_well else course.patience
-    return replace(course, wanted=wanted - 1, changed_s=now_s, quiet_since_s=None, left_s=now_s, patience=patience)
+        return replace(state, quiet_since_s=None)
+    since_s = now_s if state.quiet_since_s is None else state.quiet_since_s
+    if now_s - max(since_s, state.changed_s) < state.patience * policy.down_s or not may_ask:
+        return replace(state, quiet_since_s=since_s)
+    has_gone_well = state.left_s == state.changed_s  # the last change was a removal as well
+    patience = max(1.0, state.patience / 2) if has_gone_well else state.patience
+    return replace(state, wanted=wanted - 1, changed_s=now_s, quiet_since_s=None, left_s=now_s, patience=patience)
 
 
 def _grown(policy: AutoscalePolicy, demand: Demand) -> int:
@@ -109,12 +109,12 @@ def _grown(policy: AutoscalePolicy, demand: Demand) -> int:
     return max(demand.num_workers + 1, math.ceil(demand.num_workers * growth))
 
 
-def _less(course: Course, more: int) -> int:
+def _less(state: AutoscaleState, more: int) -> int:
     """`more`, or half of the step that was refused last if `more` would be at least as large: there may be room for
     that."""
-    if course.refused is None or more < course.refused:
+    if state.refused is None or more < state.refused:
         return more
-    return course.wanted + max(1, (course.refused - course.wanted) // 2)
+    return state.wanted + max(1, (state.refused - state.wanted) // 2)
 
 
 def _is_quiet(policy: AutoscalePolicy, demand: Demand) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from octavo.cli.errors import nearest
-from octavo.cli.serve.autoscale import AutoscalePolicy, Course, demand_of, refused, steer
+from octavo.cli.serve.autoscale import AutoscalePolicy, AutoscaleState, demand_of, next_state, refused
 from octavo.cli.serve.launch import ProcessPlan, Role, with_threads, write_settings
 from octavo.cli.serve.service import Kept, Notice, Service, Stage
 from octavo.cli.settings.groups import ServeSettings
@@ -202,7 +202,7 @@ class Fleet:
         return next(n for n in range(len(taken) + 1) if f"{kind}-{n}" not in taken)
 
 
-class _Door(admin_pb2_grpc.AdminServiceServicer):
+class _AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """AdminService of the supervisor: Scale and ScaleGateways alone."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -239,7 +239,7 @@ async def _refusing(context: Context) -> AsyncIterator[None]:
 async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
     """Serve calls on a socket in the run directory."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(_Door(fleet), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(_AdminServicer(fleet), server)
     server.add_insecure_port(f"unix:{path.absolute()}")  # noqa: ASYNC240  (does no disk I/O)
     await server.start()
     try:
@@ -248,27 +248,27 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
         await server.stop(SHUTDOWN_S)
 
 
-class _Steering:
+class _Autoscaler:
     """Scales each model with its load. A reason why a change was refused is reported once."""
 
     def __init__(self, fleet: Fleet, policy: AutoscalePolicy, notice: Notice) -> None:
         self._fleet, self._policy, self._notice = fleet, policy, notice
-        self._courses: dict[str, Course] = {}
+        self._states: dict[str, AutoscaleState] = {}
         self._refusals: dict[str, str] = {}
 
     async def follow(self, snapshot: load_pb2.WatchLoadResponse) -> None:
         """Scale the models for which this load asks for it."""
         for model, size in self._fleet.sizes().items():
             demand = demand_of(snapshot, model)
-            before = self._courses.get(model, Course(wanted=size))
-            course = self._courses[model] = steer(self._policy, before, demand, time.monotonic())
-            if course.wanted == size:
+            before = self._states.get(model, AutoscaleState(wanted=size))
+            state = self._states[model] = next_state(self._policy, before, demand, time.monotonic())
+            if state.wanted == size:
                 continue
             why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
             try:
-                await self._fleet.scale(model, course.wanted, because=why)
+                await self._fleet.scale(model, state.wanted, because=why)
             except CannotScale as error:
-                self._courses[model] = refused(before, course, size=size, now_s=time.monotonic())
+                self._states[model] = refused(before, state, size=size, now_s=time.monotonic())
                 self._report(model, size, str(error))
             else:
                 self._refusals.pop(model, None)
@@ -282,11 +282,11 @@ class _Steering:
 async def follow_load(fleet: Fleet, policy: AutoscalePolicy, addresses: Sequence[str], notice: Notice) -> None:
     """Scale each model with its load, forever. addresses: where gateways report the load without authentication; the
     next one is used when one is gone, drains or hangs. A reason why a change was refused is reported once."""
-    steering = _Steering(fleet, policy, notice)
+    autoscaler = _Autoscaler(fleet, policy, notice)
     for address in itertools.cycle(addresses):
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async for snapshot in _told_by(address):
-                await steering.follow(snapshot)
+                await autoscaler.follow(snapshot)
         await asyncio.sleep(LOOK_S)
 
 

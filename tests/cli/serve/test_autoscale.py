@@ -11,7 +11,15 @@ import pytest
 
 from octavo import Client
 from octavo.cli.errors import CliError
-from octavo.cli.serve.autoscale import AutoscalePolicy, Course, Demand, demand_of, policy_of, refused, steer
+from octavo.cli.serve.autoscale import (
+    AutoscalePolicy,
+    AutoscaleState,
+    Demand,
+    demand_of,
+    next_state,
+    policy_of,
+    refused,
+)
 from octavo.cli.settings.groups import ServeSettings
 from octavo.v1 import load_pb2 as pb
 from tests.support.services.service import environment, serve, wait_for
@@ -23,8 +31,8 @@ def demand(num_workers: int, *, queue_s: float = 0.0, usage: float = 0.5) -> Dem
     return Demand(num_workers=num_workers, queue_s=queue_s, usage=usage)
 
 
-def wanted(course: Course, seen: Demand, now_s: float = 1000.0, policy: AutoscalePolicy = POLICY) -> int:
-    return steer(policy, course, seen, now_s).wanted
+def wanted(state: AutoscaleState, seen: Demand, now_s: float = 1000.0, policy: AutoscalePolicy = POLICY) -> int:
+    return next_state(policy, state, seen, now_s).wanted
 
 
 @pytest.mark.parametrize(
@@ -41,60 +49,60 @@ def wanted(course: Course, seen: Demand, now_s: float = 1000.0, policy: Autoscal
     ],
 )
 def test_pressure_asks_for_as_many_as_would_bear_it(seen: Demand, number: int) -> None:
-    assert wanted(Course(wanted=4), seen) == number
+    assert wanted(AutoscaleState(wanted=4), seen) == number
 
 
 def test_floor_and_ceiling_hold_whatever_is_seen() -> None:
-    assert wanted(Course(wanted=8), demand(8, queue_s=99)) == 8
-    assert wanted(Course(wanted=7), demand(7, queue_s=99)) == 8
-    assert wanted(Course(wanted=1), demand(1, usage=0)) == 1
+    assert wanted(AutoscaleState(wanted=8), demand(8, queue_s=99)) == 8
+    assert wanted(AutoscaleState(wanted=7), demand(7, queue_s=99)) == 8
+    assert wanted(AutoscaleState(wanted=1), demand(1, usage=0)) == 1
     narrow = dataclasses.replace(POLICY, floor=2, ceiling=3)
-    assert wanted(Course(wanted=9), demand(9), policy=narrow) == 3
-    assert wanted(Course(wanted=1), demand(1), policy=narrow) == 2
+    assert wanted(AutoscaleState(wanted=9), demand(9), policy=narrow) == 3
+    assert wanted(AutoscaleState(wanted=1), demand(1), policy=narrow) == 2
 
 
 def test_no_more_are_asked_for_until_those_have_come_and_a_while_has_passed() -> None:
-    course = steer(POLICY, Course(wanted=2), demand(2, queue_s=2), 1000.0)
-    assert course == Course(wanted=3, changed_s=1000.0)
-    assert wanted(course, demand(2, queue_s=9), 1500.0) == 3  # the third still loads
-    assert wanted(course, demand(3, queue_s=2), 1009.0) == 3
-    assert wanted(course, demand(3, queue_s=2), 1010.0) == 4
+    state = next_state(POLICY, AutoscaleState(wanted=2), demand(2, queue_s=2), 1000.0)
+    assert state == AutoscaleState(wanted=3, changed_s=1000.0)
+    assert wanted(state, demand(2, queue_s=9), 1500.0) == 3  # the third still loads
+    assert wanted(state, demand(3, queue_s=2), 1009.0) == 3
+    assert wanted(state, demand(3, queue_s=2), 1010.0) == 4
 
 
 def test_one_goes_after_a_quiet_while_and_the_next_after_another() -> None:
-    course, seen, gone = Course(wanted=4, changed_s=0.0), demand(4, usage=0.1), []
+    state, seen, gone = AutoscaleState(wanted=4, changed_s=0.0), demand(4, usage=0.1), []
     for now_s in range(1000, 1400):
-        after = steer(POLICY, course, dataclasses.replace(seen, num_workers=course.wanted), float(now_s))
-        gone += [now_s] * (after.wanted < course.wanted)
-        course = after
+        after = next_state(POLICY, state, dataclasses.replace(seen, num_workers=state.wanted), float(now_s))
+        gone += [now_s] * (after.wanted < state.wanted)
+        state = after
     assert gone == [1100, 1201, 1302]
-    assert course.wanted == 1
+    assert state.wanted == 1
 
 
 def test_a_moment_of_work_begins_the_quiet_anew() -> None:
-    course = steer(POLICY, Course(wanted=2), demand(2, usage=0.1), 1000.0)
-    assert course.quiet_since_s == 1000.0
-    course = steer(POLICY, course, demand(2, usage=0.5), 1050.0)
-    assert course.quiet_since_s is None
-    assert wanted(steer(POLICY, course, demand(2, usage=0.1), 1051.0), demand(2, usage=0.1), 1101.0) == 2
+    state = next_state(POLICY, AutoscaleState(wanted=2), demand(2, usage=0.1), 1000.0)
+    assert state.quiet_since_s == 1000.0
+    state = next_state(POLICY, state, demand(2, usage=0.5), 1050.0)
+    assert state.quiet_since_s is None
+    assert wanted(next_state(POLICY, state, demand(2, usage=0.1), 1051.0), demand(2, usage=0.1), 1101.0) == 2
 
 
 def test_none_goes_where_the_others_would_be_busy() -> None:
     """Two at 35 % are one at 70 %, which is near to what asks for another: it would flap."""
     for share, is_quiet in ((0.35, False), (0.25, True)):
-        course = steer(POLICY, Course(wanted=2), demand(2, usage=share), 1000.0)
-        assert (course.quiet_since_s is not None) == is_quiet
+        state = next_state(POLICY, AutoscaleState(wanted=2), demand(2, usage=share), 1000.0)
+        assert (state.quiet_since_s is not None) == is_quiet
 
 
 def test_what_was_learned_outlives_a_refusal() -> None:
     """How patient it has to be with workers that are soon missed, and for how long it was quiet."""
-    before = Course(wanted=2, changed_s=900.0, quiet_since_s=None, left_s=900.0, patience=2.0)
-    asked = steer(POLICY, before, demand(2, queue_s=2), 1000.0)
+    before = AutoscaleState(wanted=2, changed_s=900.0, quiet_since_s=None, left_s=900.0, patience=2.0)
+    asked = next_state(POLICY, before, demand(2, queue_s=2), 1000.0)
     assert (asked.wanted, asked.patience) == (3, 4.0)
     after = refused(before, asked, size=2, now_s=1000.5)
     assert after == dataclasses.replace(before, refused_s=1000.5, refused=3)
-    quiet = Course(wanted=2, changed_s=0.0, quiet_since_s=850.0)
-    asked = steer(POLICY, quiet, demand(2, usage=0.1), 1000.0)
+    quiet = AutoscaleState(wanted=2, changed_s=0.0, quiet_since_s=850.0)
+    asked = next_state(POLICY, quiet, demand(2, usage=0.1), 1000.0)
     assert asked.wanted == 1
     after = refused(quiet, asked, size=2, now_s=1000.5)
     assert after == dataclasses.replace(quiet, refused_s=1000.5)
@@ -103,28 +111,28 @@ def test_what_was_learned_outlives_a_refusal() -> None:
 
 
 def test_a_refused_number_is_asked_for_again_after_a_while_and_by_half_the_step() -> None:
-    course, seen, asked = Course(wanted=4), demand(4, queue_s=99, usage=2.0), list[tuple[int, int]]()
+    state, seen, asked = AutoscaleState(wanted=4), demand(4, queue_s=99, usage=2.0), list[tuple[int, int]]()
     for now_s in range(1000, 1050):
-        after = steer(POLICY, course, seen, float(now_s))
-        if after.wanted > course.wanted:
+        after = next_state(POLICY, state, seen, float(now_s))
+        if after.wanted > state.wanted:
             asked.append((now_s, after.wanted))
-            course = refused(course, after, size=4, now_s=float(now_s))
+            state = refused(state, after, size=4, now_s=float(now_s))
         else:
-            course = after
+            state = after
     assert asked == [(1000, 8), (1010, 6), (1020, 5), (1030, 5), (1040, 5)]
 
 
 def test_a_floor_that_cannot_be_had_is_not_asked_for_at_each_look() -> None:
     """As where an operator has drained a worker, and others have taken its place on the cluster."""
     policy, asked = dataclasses.replace(POLICY, floor=3), list[int]()
-    course = Course(wanted=3)
+    state = AutoscaleState(wanted=3)
     for now_s in range(1000, 1030):
-        after = steer(policy, course, demand(2), float(now_s))
+        after = next_state(policy, state, demand(2), float(now_s))
         if after.wanted != 2:
             asked.append(now_s)
-            course = refused(course, after, size=2, now_s=float(now_s))
+            state = refused(state, after, size=2, now_s=float(now_s))
         else:
-            course = after
+            state = after
     assert asked == [1000, 1010, 1020]
 
 

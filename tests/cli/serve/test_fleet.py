@@ -16,7 +16,7 @@ import pytest
 
 from octavo import Client
 from octavo.cli.serve import fleet
-from octavo.cli.serve.autoscale import AutoscalePolicy, Course
+from octavo.cli.serve.autoscale import AutoscalePolicy, AutoscaleState
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel, dividing, follow_load
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
@@ -314,18 +314,18 @@ async def test_another_gateway_tells_the_load_where_one_stands_still(
 async def test_the_load_asks_again_for_what_was_refused_without_forgetting_and_tells_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steered, num_asked = list[Course](), 0
+    steered, num_asked = list[AutoscaleState](), 0
 
-    def asking(policy: AutoscalePolicy, course: Course, demand: object, now_s: float) -> Course:
-        steered.append(course)
-        return replace(course, wanted=3, patience=4.0 * course.patience)
+    def asking(policy: AutoscalePolicy, state: AutoscaleState, demand: object, now_s: float) -> AutoscaleState:
+        steered.append(state)
+        return replace(state, wanted=3, patience=4.0 * state.patience)
 
     def no_room(workers: int, _: int) -> str:
         nonlocal num_asked
         num_asked += 1
         return "no room"
 
-    monkeypatch.setattr(fleet, "steer", asking)
+    monkeypatch.setattr(fleet, "next_state", asking)
 
     class Telling(load_pb2_grpc.LoadServiceServicer):
         async def WatchLoad(self, request: load_pb2.WatchLoadRequest, context: Any) -> None:
