@@ -17,7 +17,7 @@ PIPE_GRACE_S = 1.0
 OnLine = Callable[[str, str], None]
 
 
-class Keepable(Protocol):
+class ManagedProcess(Protocol):
     """A process by name, wherever it runs."""
 
     name: str

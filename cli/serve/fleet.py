@@ -20,7 +20,7 @@ import grpc
 from octavo.cli.errors import nearest
 from octavo.cli.serve.autoscale import AutoscalePolicy, AutoscaleState, demand_of, next_state, refused
 from octavo.cli.serve.launch import ProcessPlan, Role, with_threads, write_settings
-from octavo.cli.serve.service import Kept, Notice, Service, Stage
+from octavo.cli.serve.service import Notice, Service, Stage, SupervisedProcess
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import name_of_model
 from octavo.client.options import NO_PROXY
@@ -76,9 +76,9 @@ class Fleet:
         self,
         service: Service,
         *,
-        make: Callable[[int, str], Kept],
+        make: Callable[[int, str], SupervisedProcess],
         divide: Divide | None = None,
-        make_gateway: Callable[[int], Kept] | None = None,
+        make_gateway: Callable[[int], SupervisedProcess] | None = None,
         room: Callable[[int, int], str | None] = lambda num_workers, num_gateways: None,
         reserved: str | None = None,
         notice: Notice,
@@ -124,12 +124,12 @@ class Fleet:
                 self._notice(f"{name}: workers that run keep their threads; one that is started anew has its new share")
             return name, before
 
-    def _made(self, number: int, model: str, num_workers: int) -> Kept:
+    def _made(self, number: int, model: str, num_workers: int) -> SupervisedProcess:
         kept = self._make(number, model)
         self._share_out([kept], num_workers)
         return kept
 
-    def _share_out(self, workers: Sequence[Kept], num_workers: int) -> bool:
+    def _share_out(self, workers: Sequence[SupervisedProcess], num_workers: int) -> bool:
         """Set the workers' shares of threads; returns whether any of them has changed."""
         if self._divide is None:
             return False
@@ -163,7 +163,9 @@ class Fleet:
         if before != number:
             self._notice(f"{whose}: from {before} to {number} {what}, since {because}")
 
-    def _change(self, own: list[Kept], number: int, kind: str, make: Callable[[int], Kept]) -> None:
+    def _change(
+        self, own: list[SupervisedProcess], number: int, kind: str, make: Callable[[int], SupervisedProcess]
+    ) -> None:
         """Start or retire processes until there are `number`. own: the current ones; the last ones are retired
         first."""
         try:
@@ -187,11 +189,11 @@ class Fleet:
             )
         return model
 
-    def _workers(self) -> list[Kept]:
+    def _workers(self) -> list[SupervisedProcess]:
         """All workers that are not leaving."""
         return [each for each in self._service.processes if each.plan.role is Role.WORKER and not each.is_leaving]
 
-    def _gateways(self) -> list[Kept]:
+    def _gateways(self) -> list[SupervisedProcess]:
         """All gateways on other hosts that are not leaving."""
         placed = [each for each in self._service.processes if each.plan.role is Role.GATEWAY and each.plan.is_placed]
         return [each for each in placed if not each.is_leaving]

@@ -18,7 +18,7 @@ import psutil
 
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.placement import GatewayDirectory
-from octavo.cli.serve.service import Kept, Notice
+from octavo.cli.serve.service import Notice, SupervisedProcess
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.model_names import name_of_model, split_model
 from octavo.cli.whole_file import write_whole
@@ -82,7 +82,12 @@ class ServiceRecord:
 
 
 def record_of(
-    address: str, run_dir: Path, processes: Sequence[Kept], *, metrics_host: str, directory: GatewayDirectory
+    address: str,
+    run_dir: Path,
+    processes: Sequence[SupervisedProcess],
+    *,
+    metrics_host: str,
+    directory: GatewayDirectory,
 ) -> ServiceRecord:
     """The record of the service that this process supervises, with its processes on this host and others. directory:
     where callers reach gateways on other hosts now."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 
 from octavo.cli.errors import CliError
-from octavo.cli.serve.children import Child, Keepable, OnLine
+from octavo.cli.serve.children import Child, ManagedProcess, OnLine
 from octavo.cli.serve.launch import (
     READY_FILE,
     GatewayLinks,
@@ -48,7 +48,7 @@ from octavo.cli.serve.preflight import (
     warn_of_variables,
 )
 from octavo.cli.serve.record import Listing, record_of
-from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
+from octavo.cli.serve.service import Notice, Service, Stage, SupervisedProcess, supervised
 from octavo.cli.serve.startup import LineStyle, StartupView, stderr_in_a_thread
 from octavo.cli.serve.summary import show_summary
 from octavo.cli.serve.supervisor import RestartPolicy
@@ -151,7 +151,7 @@ class Site(Protocol):
     @property
     def directory(self) -> GatewayDirectory: ...
 
-    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
+    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> ManagedProcess:
         """The process of a worker, or of a gateway whose host the cluster chooses."""
 
     def room(self, num_workers: int, num_gateways: int) -> str | None:
@@ -167,7 +167,7 @@ class _Here:
     settings: ServeSettings
     directory: GatewayDirectory = field(default_factory=lambda: GatewayDirectory({}))
 
-    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
+    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> ManagedProcess:
         return local_child(plan, on_line)
 
     def room(self, num_workers: int, num_gateways: int) -> str | None:
@@ -218,12 +218,12 @@ async def _serve(layout: _Layout, write: Callable[[str], object]) -> int:
     view = StartupView(layout.plans, console=console, level=settings.log_level, style=style, write=write)
     notice = view.notice
 
-    def kept(plan: ProcessPlan) -> Kept:
+    def kept(plan: ProcessPlan) -> SupervisedProcess:
         is_there = plan.role is Role.WORKER or plan.is_placed
         child = site.child(plan, view.on_line, notice) if is_there else local_child(plan, view.on_line)
-        return keep(plan, child, RestartPolicy())
+        return supervised(plan, child, RestartPolicy())
 
-    def later_gateway(n: int) -> Kept:
+    def later_gateway(n: int) -> SupervisedProcess:
         return kept(plan_placed_gateway(settings, n, run_dir=layout.run_dir, port=layout.port))
 
     def on_change() -> None:

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from octavo.cli.serve.children import Keepable
+from octavo.cli.serve.children import ManagedProcess
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_NOT_STARTED, EXIT_PLACE_LOST
-from octavo.cli.serve.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
+from octavo.cli.serve.supervisor import Drained, GiveUp, Restart, RestartHistory, RestartPolicy, ending
 
 STOP_TIMEOUT_S = 5.0
 WORKER_EXIT_TIMEOUT_S = 10.0
@@ -33,12 +33,12 @@ class Stage(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Kept:
+class SupervisedProcess:
     """One process that is kept alive, with its history. is_leaving: it is to end, and not to be restarted."""
 
     plan: ProcessPlan
-    child: Keepable
-    lifetimes: Lifetimes
+    child: ManagedProcess
+    history: RestartHistory
     is_leaving: bool = False
 
 
@@ -48,7 +48,7 @@ class Service:
 
     def __init__(
         self,
-        kept: Sequence[Kept],
+        kept: Sequence[SupervisedProcess],
         *,
         drain_grace_s: float,
         notice: Notice,
@@ -57,7 +57,7 @@ class Service:
         self.failure: str | None = None
         self.failed = ""  # name of the process that was given up
         self._kept = list(kept)
-        self._keepers: dict[asyncio.Task[None], Kept] = {}
+        self._keepers: dict[asyncio.Task[None], SupervisedProcess] = {}
         self._drain_grace_s = drain_grace_s
         self._notice = notice
         self._on_change = on_change
@@ -66,7 +66,7 @@ class Service:
         self._ended = asyncio.Event()
 
     @property
-    def processes(self) -> tuple[Kept, ...]:
+    def processes(self) -> tuple[SupervisedProcess, ...]:
         """All of them, including those that are leaving."""
         return tuple(self._kept)
 
@@ -111,15 +111,15 @@ class Service:
             return False
         return {each.plan.role for each in self._keepers.values()} == roles
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: SupervisedProcess) -> None:
         """Start one more process while the service runs. If it fails to start it is retried, since others serve
         already."""
-        kept.lifetimes.on_ready()
+        kept.history.on_ready()
         self._kept.append(kept)
         self._start(kept)
         self._on_change()
 
-    def retire(self, kept: Kept) -> None:
+    def retire(self, kept: SupervisedProcess) -> None:
         """Let a process finish its requests and end; it is not restarted. Returns at once."""
         kept.is_leaving = True
         if not kept.child.is_running:  # it waits for its next start
@@ -130,12 +130,12 @@ class Service:
         self._keeper_of(kept).add_done_callback(lambda _: killing.cancel())
         self._on_change()
 
-    def _start(self, kept: Kept) -> None:
+    def _start(self, kept: SupervisedProcess) -> None:
         task = asyncio.create_task(self._keep(kept), name=kept.plan.name)
         task.add_done_callback(lambda _: self._ended.set())
         self._keepers[task] = kept
 
-    def _keeper_of(self, kept: Kept) -> asyncio.Task[None]:
+    def _keeper_of(self, kept: SupervisedProcess) -> asyncio.Task[None]:
         return next(task for task, each in self._keepers.items() if each is kept)
 
     def on_signal(self) -> None:
@@ -152,11 +152,11 @@ class Service:
     def on_ready(self) -> None:
         """The whole service answers."""
         for each in self._kept:
-            each.lifetimes.on_ready()
+            each.history.on_ready()
 
-    async def _keep(self, kept: Kept) -> None:
+    async def _keep(self, kept: SupervisedProcess) -> None:
         while self.stage is Stage.RUNNING:
-            kept.lifetimes.on_start(time.monotonic())
+            kept.history.on_start(time.monotonic())
             code = await self._run(kept)
             if self.stage is not Stage.RUNNING:
                 return
@@ -164,8 +164,8 @@ class Service:
                 others = "gateways" if kept.plan.role is Role.GATEWAY else "workers"
                 self._notice(f"{kept.plan.label} has left: fewer {others} were asked for")
                 return
-            match kept.lifetimes.on_exit(code, time.monotonic()):
-                case Left():
+            match kept.history.on_exit(code, time.monotonic()):
+                case Drained():
                     self._notice(f"{kept.plan.label} has left, drained by an operator")
                     return
                 case GiveUp(why=why):
@@ -176,13 +176,13 @@ class Service:
                     self._notice(f"{kept.plan.label} {_ended(code)}; starting it again in {delay_s:g} s")
                     await self._sleep(delay_s)
 
-    async def _run(self, kept: Kept) -> int:
+    async def _run(self, kept: SupervisedProcess) -> int:
         """Run the process; returns its exit code. Raises OSError if it cannot be started and has never served. If it
         has, returns EXIT_NOT_STARTED: a service must survive a moment in which its host cannot start a process."""
         try:
             return await kept.child.run()
         except OSError as error:
-            if not kept.lifetimes.was_ready:
+            if not kept.history.was_ready:
                 raise
             self._notice(f"{kept.plan.label} cannot be started: {error.strerror or error}")
             return EXIT_NOT_STARTED
@@ -198,7 +198,7 @@ class Service:
             self.advance(Stage.STOPPING)
             await self._terminate([*gateways, *workers], timeout_s=STOP_TIMEOUT_S, until=Stage.KILLING)
 
-    async def _terminate(self, children: Sequence[Keepable], *, timeout_s: float, until: Stage) -> None:
+    async def _terminate(self, children: Sequence[ManagedProcess], *, timeout_s: float, until: Stage) -> None:
         """Send SIGTERM and wait until all have ended, the time is up, or the service has reached stage `until`."""
         deadline_s = time.monotonic() + timeout_s
         for child in children:
@@ -215,9 +215,9 @@ class Service:
                 await self._woken.wait()
 
 
-def keep(plan: ProcessPlan, child: Keepable, policy: RestartPolicy) -> Kept:
+def supervised(plan: ProcessPlan, child: ManagedProcess, policy: RestartPolicy) -> SupervisedProcess:
     """A process with an empty history."""
-    return Kept(plan=plan, child=child, lifetimes=Lifetimes(name=plan.label, policy=policy))
+    return SupervisedProcess(plan=plan, child=child, history=RestartHistory(name=plan.label, policy=policy))
 
 
 def _ended(code: int) -> str:

@@ -39,11 +39,11 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Drained:
     """An operator drained the process; do not restart it."""
 
 
-Decision = Restart | GiveUp | Left
+Decision = Restart | GiveUp | Drained
 _NO_FAULT = frozenset({0, -signal.SIGTERM, -signal.SIGINT, EXIT_PLACE_LOST})  # SIGINT: before its handler was set
 _IN_WORDS = {
     EXIT_PLACE_LOST: "lost its host, or its actor there",
@@ -53,7 +53,7 @@ _IN_WORDS = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Lifetimes:
+class RestartHistory:
     """The history of one process's starts and exits."""
 
     name: str
@@ -76,7 +76,7 @@ class Lifetimes:
         so a process that was asked to end was asked from outside (a SIGTERM), and is restarted. Only
         AdminService.Drain, which reaches every gateway, is as final as our own drain."""
         if code == EXIT_DRAINED:
-            return Left()
+            return Drained()
         if not self.was_ready and code not in _NO_FAULT:
             return GiveUp(why=f"{self.name} {ending(code)} before it was ready")
         is_fast = now_s - self._started_s < self.policy.fast_death_s

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
+from octavo.cli.serve.supervisor import GiveUp, Restart, RestartHistory, RestartPolicy
 from octavo.worker.main import EXIT_FAILED
 from octavo.worker.runners.group import EXIT_LOST
 from octavo.worker.shutdown import EXIT_REFUSED
@@ -28,9 +28,9 @@ def test_a_page_has_the_waits_that_are_in_force(repository: Path, page: str) -> 
 
 
 def test_what_has_served_is_never_given_up_as_both_pages_say() -> None:
-    life = Lifetimes(name="worker 0", policy=RestartPolicy())
+    life = RestartHistory(name="worker 0", policy=RestartPolicy())
     life.on_start(0.0)
-    assert isinstance(Lifetimes(name="w", policy=RestartPolicy()).on_exit(1, 0.0), GiveUp)
+    assert isinstance(RestartHistory(name="w", policy=RestartPolicy()).on_exit(1, 0.0), GiveUp)
     life.on_ready()
     for death in range(50):
         life.on_start(float(death))

@@ -20,7 +20,7 @@ from octavo.cli.serve.autoscale import AutoscalePolicy, AutoscaleState
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel, dividing, follow_load
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
-from octavo.cli.serve.service import Kept, Service, keep
+from octavo.cli.serve.service import Service, SupervisedProcess, supervised
 from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.cli.settings.groups import ServeSettings
 from octavo.v1 import admin_pb2, admin_pb2_grpc, load_pb2, load_pb2_grpc
@@ -64,20 +64,20 @@ class Rig:
         """What `octavo ps` is told: those that are to leave with a minus."""
         self.listed.append([f"{'-' * each.is_leaving}{each.plan.name}" for each in self.service.processes])
 
-    def gateway(self, number: int) -> Kept:
+    def gateway(self, number: int) -> SupervisedProcess:
         """On another host."""
         name = f"gateway-{number}"
         return self._kept(ProcessPlan(name=name, role=Role.GATEWAY, settings={}, metrics_port=None, is_placed=True))
 
-    def worker(self, number: int, model: str) -> Kept:
+    def worker(self, number: int, model: str) -> SupervisedProcess:
         plan = ProcessPlan(
             name=f"worker-{number}", role=Role.WORKER, settings={"model": [model]}, metrics_port=2 + number
         )
         return self._kept(plan)
 
-    def _kept(self, plan: ProcessPlan) -> Kept:
+    def _kept(self, plan: ProcessPlan) -> SupervisedProcess:
         child = Child(plan.name, [sys.executable, "-c", OBEDIENT], environment(), lambda *line: self.lines.append(line))
-        return keep(plan, child, RestartPolicy(first_delay_s=0.05))
+        return supervised(plan, child, RestartPolicy(first_delay_s=0.05))
 
     def running(self) -> list[str]:
         return [each.plan.name for each in self.service.processes if each.child.is_running]
@@ -115,7 +115,7 @@ async def test_workers_get_their_share_of_the_cores_anew(tmp_path: Path, monkeyp
         each.plan.settings.update(run_dir=str(tmp_path), num_threads=4)
     make = rig.fleet._make
 
-    def made(number: int, model: str) -> Kept:
+    def made(number: int, model: str) -> SupervisedProcess:
         kept = make(number, model)
         kept.plan.settings.update(run_dir=str(tmp_path), num_threads=4)
         return kept
@@ -174,7 +174,7 @@ async def test_a_service_without_gateways_on_other_hosts_refuses_to_have_some() 
 async def test_a_full_disk_is_a_refusal() -> None:
     rig = Rig(num_placed=1)
 
-    def full(number: int) -> Kept:
+    def full(number: int) -> SupervisedProcess:
         raise OSError(28, "No space left on device")
 
     rig.fleet._make_gateway = full

@@ -26,7 +26,7 @@ from octavo.cli.serve.placement import (
     why_no_room,
 )
 from octavo.cli.serve.process_actor import ProcessActor, version_here
-from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
+from octavo.cli.serve.supervisor import GiveUp, Restart, RestartHistory, RestartPolicy
 from octavo.cli.settings.groups import ServeSettings
 from tests.support.services.service import environment, free_port
 from tests.support.waiting import until
@@ -190,7 +190,7 @@ async def test_an_actor_writes_files_that_change_while_its_process_lives(tmp_pat
 
 
 def test_a_lost_host_is_no_fault_of_the_worker_and_a_full_cluster_ends_only_a_start() -> None:
-    fresh = Lifetimes(name="w", policy=RestartPolicy())
+    fresh = RestartHistory(name="w", policy=RestartPolicy())
     fresh.on_start(0.0)
     assert fresh.on_exit(EXIT_PLACE_LOST, 5.0) == Restart(delay_s=0.25)
     assert fresh.on_exit(EXIT_NO_PLACE, 9.0) == GiveUp(

@@ -15,7 +15,7 @@ from octavo.cli.serve import record
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.placement import GatewayAddress, GatewayDirectory
 from octavo.cli.serve.record import Listing, ProcessRecord, ServiceRecord, running_services
-from octavo.cli.serve.service import Kept
+from octavo.cli.serve.service import SupervisedProcess
 from tests.support.waiting import until
 
 GATEWAY: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_workers_on_hosts_of_a_cluster_are_listed_without_metrics() -> None:
         ProcessPlan(name="gateway-0", role=Role.GATEWAY, settings={}, metrics_port=9090),
         ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, is_placed=True, metrics_port=None),
     )
-    kept = [Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None)) for plan in plans]
+    kept = [SupervisedProcess(plan=plan, child=cast(Any, None), history=cast(Any, None)) for plan in plans]
     found = record.record_of(
         "h:1", Path("/run"), kept, metrics_host="0.0.0.0", directory=GatewayDirectory({})
     ).processes
@@ -159,7 +159,7 @@ def test_workers_on_hosts_of_a_cluster_are_listed_without_metrics() -> None:
 
 def test_a_gateway_of_another_host_is_listed_with_the_addresses_of_models(folder: Path) -> None:
     plan = ProcessPlan(name="gateway-1", role=Role.GATEWAY, settings={}, is_placed=True, metrics_port=None)
-    kept = Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None))
+    kept = SupervisedProcess(plan=plan, child=cast(Any, None), history=cast(Any, None))
     directory = GatewayDirectory({})
     directory.put("gateway-1", GatewayAddress(host="10.0.0.2", port=5, worker_port=6, control=7, models=(("two", 8),)))
     Listing([].append).put(record.record_of("x:1", folder, [kept], metrics_host="0.0.0.0", directory=directory))
@@ -177,7 +177,7 @@ def test_a_worker_is_listed_by_the_name_of_its_model_with_the_checkpoint_beside_
         ProcessPlan(name=f"worker-{n}", role=Role.WORKER, settings={"model": [each]}, metrics_port=1 + n)
         for n, each in enumerate(asked)
     ]
-    kept = [Kept(plan=plan, child=cast(Any, None), lifetimes=cast(Any, None)) for plan in plans]
+    kept = [SupervisedProcess(plan=plan, child=cast(Any, None), history=cast(Any, None)) for plan in plans]
     found = record.record_of(
         "h:1", Path("/run"), kept, metrics_host="0.0.0.0", directory=GatewayDirectory({})
     ).processes

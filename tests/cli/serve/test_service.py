@@ -17,7 +17,7 @@ from octavo.cli.serve import children
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
 from octavo.cli.serve.parent import EXIT_DRAINED
-from octavo.cli.serve.service import Service, keep
+from octavo.cli.serve.service import Service, supervised
 from octavo.cli.serve.supervisor import RestartPolicy
 from tests.support.waiting import until
 
@@ -38,7 +38,7 @@ class Stage:
     def __init__(self, **scripts: str) -> None:
         self.lines: list[tuple[str, str]] = []
         self.notices: list[str] = []
-        kept = [keep(self._plan(name), self._child(name, script), QUICK) for name, script in scripts.items()]
+        kept = [supervised(self._plan(name), self._child(name, script), QUICK) for name, script in scripts.items()]
         self.children = {each.plan.name: each.child for each in kept}
         self.service = Service(kept, drain_grace_s=0.2, notice=self.notices.append)
 
