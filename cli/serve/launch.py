@@ -301,7 +301,7 @@ def front_socket(run_dir: Path, n: int) -> Path:
 
 def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None:
     """Of gateway n; None if its port answers without credentials, and there is no autoscaler to follow the load."""
-    return run_dir / f"status-{n}.sock" if settings.guards_its_door or settings.autoscale else None
+    return run_dir / f"status-{n}.sock" if settings.authenticates_callers or settings.autoscale else None
 
 
 def write_settings(values: Mapping[str, Any], path: Path) -> Path:

@@ -97,7 +97,7 @@ def serve(settings: ServeSettings) -> int:
     if not settings.registration_token:  # draw one, so that only workers of this service can register
         check_model_ports(settings.model_port, settings.model)
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
-    if settings.guards_its_door and not settings.prefix_salt_secret:  # the same for all gateways
+    if settings.authenticates_callers and not settings.prefix_salt_secret:  # the same for all gateways
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))

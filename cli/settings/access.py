@@ -44,7 +44,7 @@ class AccessSettings(Settings):
     )
 
     @property
-    def guards_its_door(self) -> bool:
+    def authenticates_callers(self) -> bool:
         """Whether calls without TLS or without an API key may be refused."""
         return self.tls_cert_file is not None or self.api_keys_file is not None
 

@@ -106,7 +106,7 @@ class SupervisionSettings(Settings):
     )
 
 
-class WorkerDoorSettings(Settings):
+class WorkerEndpointSettings(Settings):
     """Where workers reach the gateway."""
 
     worker_endpoint: Names = setting(

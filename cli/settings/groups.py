@@ -13,7 +13,7 @@ from octavo.cli.settings.gateway import (
     PageSettings,
     PeerSettings,
     SupervisionSettings,
-    WorkerDoorSettings,
+    WorkerEndpointSettings,
 )
 from octavo.cli.settings.model import (
     ConstraintCheckSettings,
@@ -114,7 +114,7 @@ class GatewaySettings(
     ConstraintCheckSettings,
     LimitSettings,
     PeerSettings,
-    WorkerDoorSettings,
+    WorkerEndpointSettings,
     AccessSettings,
     ListenSettings,
 ):
