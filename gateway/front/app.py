@@ -37,7 +37,7 @@ from octavo.gateway.front.calls import (
     refusing,
     room_for,
 )
-from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
+from octavo.gateway.front.chat import Envelope, chat_chunks, whole_chat
 from octavo.gateway.front.completions import (
     EchoedPrompt,
     collect_all,
@@ -120,25 +120,25 @@ class _Front:
     async def chat(self, request: Request) -> Response:
         """Continues a conversation."""
         body = await self._parsed(ChatBody, request)
-        fields, heading = body.fields(), _heading("chatcmpl", body.model)
+        fields, envelope = body.fields(), _envelope("chatcmpl", body.model)
         with refusing(request.state.given):
-            wanted = generate_request(**{**fields, "request_id": heading.id})
+            wanted = generate_request(**{**fields, "request_id": envelope.id})
         stream = self.service.stream(wanted, _metadata(request))
         has_logprobs = bool(body.logprobs)
         if body.stream:
-            chunks = chat_chunks(heading, stream, has_logprobs=has_logprobs, has_usage=_has_usage(body))
-            return await _streamed(request, heading, chunks, [stream])
+            chunks = chat_chunks(envelope, stream, has_logprobs=has_logprobs, has_usage=_has_usage(body))
+            return await _streamed(request, envelope, chunks, [stream])
         outputs = await _unless_gone(request, collect(stream))
-        return _whole(whole_chat(heading.answered_by(stream), outputs, has_logprobs=has_logprobs))
+        return _whole(whole_chat(envelope.answered_by(stream), outputs, has_logprobs=has_logprobs))
 
     async def completions(self, request: Request) -> Response:
         """Continues one or several prompts."""
         body = await self._parsed(CompletionBody, request)
-        given, heading = body.fields(), _heading("cmpl", body.model)
+        given, envelope = body.fields(), _envelope("cmpl", body.model)
         if not given:
             raise ApiError(400, "prompt: there is none", param="prompt")
         metadata = _metadata(request)
-        ids = [heading.id, *(f"{heading.id}-{number}" for number in range(1, len(given)))]
+        ids = [envelope.id, *(f"{envelope.id}-{number}" for number in range(1, len(given)))]
         request.state.prompts = ids if len(ids) > 1 else ()
         with refusing(request.state.given):
             wanted = [
@@ -155,17 +155,17 @@ class _Front:
             echoed = partial(self._echoed, metadata=metadata, has_special=in_prompt)
         if body.stream:
             chunks = completion_chunks(
-                heading,
+                envelope,
                 streams,
                 has_logprobs=has_logprobs,
                 has_special=has_special,
                 has_usage=_has_usage(body),
                 echoed=echoed,
             )
-            return await _streamed(request, heading, chunks, streams)
+            return await _streamed(request, envelope, chunks, streams)
         outputs = await _unless_gone(request, collect_all(streams))
         prompts = await gather_all(map(echoed, streams)) if echoed else [None] * len(streams)
-        answered = heading.answered_by(streams[0])
+        answered = envelope.answered_by(streams[0])
         whole = whole_completion(answered, outputs, prompts, has_logprobs=has_logprobs, has_special=has_special)
         return _whole(whole)
 
@@ -237,8 +237,8 @@ class _Front:
         return b"".join(pieces)
 
 
-def _heading(prefix: str, model: str) -> Heading:
-    return Heading(id=f"{prefix}-{uuid4().hex}", created=int(time.time()), model=model)
+def _envelope(prefix: str, model: str) -> Envelope:
+    return Envelope(id=f"{prefix}-{uuid4().hex}", created=int(time.time()), model=model)
 
 
 def _metadata(request: Request) -> Metadata:
@@ -288,7 +288,9 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams: Sequence[AsyncTextStream]) -> Response:
+async def _streamed(
+    request: Request, envelope: Envelope, chunks: Chunks, streams: Sequence[AsyncTextStream]
+) -> Response:
     """The chunks as server-sent events. A request refused before its first token gets an error status, not a stream."""
     try:
         begun = await _unless_gone(request, _first(chunks))
@@ -315,7 +317,7 @@ async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams:
         # clients, one for Go among them, recognise an error only by its `data:`.
         yield b"data: [DONE]\n\n"
 
-    headers = {"x-request-id": heading.id, "cache-control": "no-cache", "x-accel-buffering": "no"}
+    headers = {"x-request-id": envelope.id, "cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 

@@ -15,15 +15,15 @@ from octavo.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
+class Envelope:
     """The fields that every object of an answer begins with. created: seconds since 1970."""
 
     id: str
     created: int
     model: str
 
-    def answered_by(self, stream: AsyncTextStream) -> "Heading":
-        """The heading with the name of the model that answered, which the caller may have left out."""
+    def answered_by(self, stream: AsyncTextStream) -> "Envelope":
+        """The envelope with the name of the model that answered, which the caller may have left out."""
         return self if stream.started is None else replace(self, model=stream.started.model)
 
     def of(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -31,10 +31,10 @@ class Heading:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **fields}
 
 
-def whole_chat(heading: Heading, outputs: Sequence[OutputSoFar], *, has_logprobs: bool) -> dict[str, Any]:
+def whole_chat(envelope: Envelope, outputs: Sequence[OutputSoFar], *, has_logprobs: bool) -> dict[str, Any]:
     """The answer in one object."""
     choices = [_choice(index, output, has_logprobs=has_logprobs) for index, output in enumerate(outputs)]
-    return heading.of("chat.completion", choices=choices, usage=usage_of([outputs]))
+    return envelope.of("chat.completion", choices=choices, usage=usage_of([outputs]))
 
 
 def _choice(index: int, output: OutputSoFar, *, has_logprobs: bool) -> dict[str, Any]:
@@ -53,14 +53,14 @@ def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 async def chat_chunks(
-    heading: Heading, stream: AsyncTextStream, *, has_logprobs: bool, has_usage: bool
+    envelope: Envelope, stream: AsyncTextStream, *, has_logprobs: bool, has_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     """Chunks as the output arrives: the role first, the finish reason last, then the usage if it is asked for."""
     usage = {"usage": None} if has_usage else {}
 
     def chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | fields
-        return heading.answered_by(stream).of("chat.completion.chunk", choices=[choice], **usage)
+        return envelope.answered_by(stream).of("chat.completion.chunk", choices=[choice], **usage)
 
     unopened = list(range(len(stream.outputs)))
     ends = _Ends(stream.outputs)
@@ -84,7 +84,7 @@ async def chat_chunks(
     for index, reason in ends.new():
         yield _last(chunk, index, stream.outputs[index], reason)
     if has_usage:
-        yield heading.answered_by(stream).of("chat.completion.chunk", choices=[], usage=usage_of([stream.outputs]))
+        yield envelope.answered_by(stream).of("chat.completion.chunk", choices=[], usage=usage_of([stream.outputs]))
 
 
 def _last(chunk: Any, index: int, output: OutputSoFar, reason: str) -> dict[str, Any]:

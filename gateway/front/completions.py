@@ -10,7 +10,7 @@ from octavo.client.aio import AsyncTextStream
 from octavo.client.events import OutputSoFar
 from octavo.gateway.front.answers import TextOffsets, bytes_of, completion_logprobs, reason_of, usage_of
 from octavo.gateway.front.calls import collect
-from octavo.gateway.front.chat import Heading
+from octavo.gateway.front.chat import Envelope
 from octavo.v1 import inference_pb2
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def whole_completion(
-    heading: Heading,
+    envelope: Envelope,
     requests: Sequence[Sequence[OutputSoFar]],
     prompts: Sequence[EchoedPrompt | None],
     *,
@@ -95,7 +95,7 @@ def whole_completion(
         }
         for index, (prompt, output) in enumerate(outputs)
     ]
-    return heading.of("text_completion", choices=choices, usage=usage_of(requests))
+    return envelope.of("text_completion", choices=choices, usage=usage_of(requests))
 
 
 def _logprobs(prompt: EchoedPrompt | None, output: OutputSoFar, *, has_special: bool) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _logprobs(prompt: EchoedPrompt | None, output: OutputSoFar, *, has_special: 
 
 
 async def completion_chunks(
-    heading: Heading,
+    envelope: Envelope,
     streams: Sequence[AsyncTextStream],
     *,
     has_logprobs: bool,
@@ -125,14 +125,14 @@ async def completion_chunks(
         choices = _choices_of(stream, has_logprobs=has_logprobs, has_special=has_special, echoed=echoed)
         async for choice in choices:
             choice["index"] += first_index
-            yield heading.answered_by(stream).of("text_completion", choices=[choice], **usage)
+            yield envelope.answered_by(stream).of("text_completion", choices=[choice], **usage)
 
     async with aclosing(_merged([chunks_of(each, n * num_outputs) for n, each in enumerate(streams)])) as merged:
         async for chunk in merged:
             yield chunk
     if has_usage:
         used = usage_of([stream.outputs for stream in streams])
-        yield heading.answered_by(streams[0]).of("text_completion", choices=[], usage=used)
+        yield envelope.answered_by(streams[0]).of("text_completion", choices=[], usage=used)
 
 
 async def _choices_of(

@@ -16,7 +16,7 @@ from octavo.gateway.auth.authenticator import Caller
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
 from octavo.gateway.peers.limits import FORGET_S, GAP_S, SNAPSHOT_S, SharedLimits
-from octavo.gateway.peers.peers import Asked, Peers
+from octavo.gateway.peers.peers import PeerAnswers, Peers
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.version import VERSION
 from octavo.wire.peer_messages import (
@@ -159,7 +159,7 @@ class Control:
 
     async def drain(self, grace_s: float | None) -> Outcome:
         """Drain every gateway, this one last, since it may exit as soon as it starts."""
-        question, asked = PeerDrain(call_id=_NO_ID, grace_s=grace_s), Asked()
+        question, asked = PeerDrain(call_id=_NO_ID, grace_s=grace_s), PeerAnswers()
         try:
             asked = await self.peers.ask(question, timeout_s=TIMEOUT_S)
         finally:  # even if the operator hangs up meanwhile

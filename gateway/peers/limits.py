@@ -23,7 +23,7 @@ MAX_ROWS = 1024  # tenants in one message
 _FIRST_SNAPSHOT_S = 0.2
 
 
-class Held(Protocol):
+class RequestCounts(Protocol):
     """Where requests are counted (`gateway.requests.tracker.RequestTracker`)."""
 
     admission: Admission
@@ -45,7 +45,7 @@ class _PeerState:
 class SharedLimits:
     """One per gateway. introduction: what the gateway says of itself; every report repeats it."""
 
-    def __init__(self, held: Held, introduction: PeerUse) -> None:
+    def __init__(self, held: RequestCounts, introduction: PeerUse) -> None:
         self._held = held
         self._introduction = introduction
         self._number = 0

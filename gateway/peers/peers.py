@@ -48,7 +48,7 @@ _MAX_LOGGED_ERRORS = 64  # distinct errors of received messages, each logged onc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PeerAnswers:
     """The answers to a question. replies: by the gateway's name. silent: those that are down, or too slow."""
 
     replies: dict[str, PeerReply] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Peers:
             self._context.destroy(linger=0)
             self._context = None
 
-    async def ask(self, question: ToPeer, *, timeout_s: float) -> Asked:
+    async def ask(self, question: ToPeer, *, timeout_s: float) -> PeerAnswers:
         """Ask every other gateway at once. Waits at most timeout_s, and only for gateways not known to be down; those
         are asked all the same, in case they come back in time."""
         question = msgspec.structs.replace(question, call_id=next(self._call_ids))
@@ -170,7 +170,7 @@ class Peers:
             # Watches and callers ask over and over: log once until the gateway answers again.
             if name not in logged or isinstance(question, PeerAbort | PeerDrain):
                 log.warning("gateway_silent", gateway=name, asked=type(question).__name__, waited_s=waited_s)
-        return Asked(replies=dict(by_id.values()), silent=silent)
+        return PeerAnswers(replies=dict(by_id.values()), silent=silent)
 
     def send_to_all(self, message: PeerUse) -> None:
         """Send to every other gateway that is connected; no reply is awaited. A snapshot asks for an acknowledgement,

@@ -14,7 +14,7 @@ import numpy as np
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, error_of, from_reason
 from octavo.gateway.models import check_same
 from octavo.gateway.requests.input_processor import BACKSTOP_S, share_of, until
-from octavo.gateway.requests.spans import Journey, trace_embeddings
+from octavo.gateway.requests.spans import Timeline, trace_embeddings
 from octavo.gateway.requests.submit import Collaborators
 from octavo.gateway.requests.tracker import PreparingRequest
 from octavo.gateway.rpc.interceptor import RpcScope
@@ -51,9 +51,9 @@ class Embedded:
     ended_s: float
 
     @property
-    def journey(self) -> Journey:
+    def timeline(self) -> Timeline:
         """What a trace records of it."""
-        return Journey(
+        return Timeline(
             worker_id=self.first_worker_id, sent_s=self.sent_s, ended_s=self.ended_s, moves=self.moves,
             figures=self.figures,
         )  # fmt: skip
@@ -153,7 +153,7 @@ class Embedder:
             self._tracker.reserve(scope, sum(map(len, prompts)))
             async with until(None if end_s is None else end_s + BACKSTOP_S):
                 embedded = await self._run(request, card, prompts, scope, end_s, preparing)
-            trace_embeddings(scope, card, [each.journey for each in embedded], num_tokens=sum(map(len, prompts)))
+            trace_embeddings(scope, card, [each.timeline for each in embedded], num_tokens=sum(map(len, prompts)))
             return card, embedded
 
     async def _prompts(self, request: pb.EmbedRequest, card: ModelCard, share: Share) -> list[np.ndarray]:

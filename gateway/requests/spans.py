@@ -25,7 +25,7 @@ LOST = "WORKER_LOST"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Journey:
+class Timeline:
     """One output, or one embedding input, on its way through workers. worker_id: the first one. scheduled_s,
     first_token_s: when the gateway learned of them; 0.0: not yet. figures: the last worker's, if they came. Times are
     monotonic seconds."""
@@ -56,11 +56,11 @@ def trace_request(
     trace.span("prepare", scope.started_s, sent_s, {})
     now_s = time.monotonic()
     for index, stream in enumerate(streams):
-        journey = Journey(
+        timeline = Timeline(
             worker_id=worker_id, sent_s=sent_s, ended_s=now_s, moves=stream.moves,
             scheduled_s=stream.scheduled_s, first_token_s=stream.first_token_s, figures=stream.finished,
         )  # fmt: skip
-        _trace_journey(trace, index, journey)
+        _trace_timeline(trace, index, timeline)
     first_s = streams[0].first_token_s
     figures = [stream.finished for stream in streams if stream.finished is not None]
     trace.set_attributes(
@@ -82,14 +82,14 @@ def trace_request(
     )
 
 
-def trace_embeddings(scope: RpcScope, card: ModelCard, journeys: Sequence[Journey], *, num_tokens: int) -> None:
+def trace_embeddings(scope: RpcScope, card: ModelCard, timelines: Sequence[Timeline], *, num_tokens: int) -> None:
     """Record a call's embedding inputs. num_tokens: of all inputs."""
     trace = scope.trace
-    if trace is None or not trace.is_kept or not journeys:
+    if trace is None or not trace.is_kept or not timelines:
         return
-    trace.span("prepare", scope.started_s, min(each.sent_s for each in journeys), {})
-    for index, each in enumerate(journeys):
-        _trace_journey(trace, index, each)
+    trace.span("prepare", scope.started_s, min(each.sent_s for each in timelines), {})
+    for index, each in enumerate(timelines):
+        _trace_timeline(trace, index, each)
     trace.set_attributes(_names(scope, "embeddings", card) | {"gen_ai.usage.input_tokens": num_tokens})
 
 
@@ -112,26 +112,26 @@ def _reason(stream: OutputStream) -> str:
     return "tool_calls" if stream.processor.num_tool_calls else stream.finished.reason.name.lower()
 
 
-def _trace_journey(trace: CallTrace, index: int, journey: Journey) -> None:
-    since_s, worker_id = journey.sent_s, journey.worker_id
-    for move in journey.moves:
+def _trace_timeline(trace: CallTrace, index: int, timeline: Timeline) -> None:
+    since_s, worker_id = timeline.sent_s, timeline.worker_id
+    for move in timeline.moves:
         common: dict[str, str | int] = {"octavo.output.index": index, "octavo.worker.id": worker_id}
-        _trace_marks(trace, since_s, move.lost_s, journey, common, error=LOST)
+        _trace_marks(trace, since_s, move.lost_s, timeline, common, error=LOST)
         trace.span("migration", move.lost_s, move.moved_s, {**common, "octavo.worker.next_id": move.worker_id})
         since_s, worker_id = move.moved_s, move.worker_id
     common = {"octavo.output.index": index, "octavo.worker.id": worker_id}
-    if journey.figures is None:
-        _trace_marks(trace, since_s, journey.ended_s, journey, common)
+    if timeline.figures is None:
+        _trace_marks(trace, since_s, timeline.ended_s, timeline, common)
     else:
-        _trace_figures(trace, since_s, journey.figures, common)
+        _trace_figures(trace, since_s, timeline.figures, common)
 
 
 def _trace_marks(
-    trace: CallTrace, since_s: float, until_s: float, journey: Journey, common: Attributes, *, error: str = ""
+    trace: CallTrace, since_s: float, until_s: float, timeline: Timeline, common: Attributes, *, error: str = ""
 ) -> None:
     """Spans for a worker that sent no figures, from what the gateway saw. Marks before since_s belong to an earlier
     worker."""
-    marks = (journey.scheduled_s, journey.first_token_s)
+    marks = (timeline.scheduled_s, timeline.first_token_s)
     begun_s, first_s = (min(max(mark or until_s, since_s), until_s) for mark in marks)
     begun_s = min(begun_s, first_s)
     phases = [("queue", since_s, begun_s), ("prefill", begun_s, first_s), ("decode", first_s, until_s)]

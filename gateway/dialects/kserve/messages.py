@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.gateway.dialects.kserve.model import MODEL_VERSION, TEXT_OUTPUT
-from octavo.gateway.dialects.kserve.request import Asked
+from octavo.gateway.dialects.kserve.request import TranslatedRequest
 from octavo.gateway.dialects.kserve.tensors import Tensor, add_outputs
 from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.streams.output_processor import Piece
@@ -20,7 +20,7 @@ _DATATYPES = {"num_input_tokens": "UINT32", "num_output_tokens": "UINT32", "cumu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class News:
+class OutputDelta:
     """What is new in one output. reason: the finish reason if the output ends with this piece, else empty."""
 
     piece: Piece
@@ -30,18 +30,18 @@ class News:
 class Responses:
     """Makes the responses to one request, in order. bytes_by_id: each token's bytes, to name log-probabilities."""
 
-    def __init__(self, asked: Asked, tracked: TrackedRequest, bytes_by_id: Sequence[bytes]) -> None:
+    def __init__(self, asked: TranslatedRequest, tracked: TrackedRequest, bytes_by_id: Sequence[bytes]) -> None:
         self._asked = asked
         self._tracked = tracked
         self._bytes_by_id = bytes_by_id
         self._cumulative_logprobs = [0.0] * len(tracked.streams)
 
-    def next(self, news: Sequence[News]) -> oip.ModelInferResponse:
+    def next(self, deltas: Sequence[OutputDelta]) -> oip.ModelInferResponse:
         """The next response: its tensors have one element per output, in order."""
-        for index, each in enumerate(news):
+        for index, each in enumerate(deltas):
             self._cumulative_logprobs[index] += sum(position.logprob for _, position in each.piece.logprobs)
         response = self.empty()
-        add_outputs(response, [self._tensor(name, news) for name in self._asked.outputs])
+        add_outputs(response, [self._tensor(name, deltas) for name in self._asked.outputs])
         return response
 
     def empty(self) -> oip.ModelInferResponse:
@@ -49,25 +49,25 @@ class Responses:
         asked = self._asked
         return oip.ModelInferResponse(model_name=asked.model, model_version=MODEL_VERSION, id=asked.caller_id)
 
-    def _tensor(self, name: str, news: Sequence[News]) -> Tensor:
+    def _tensor(self, name: str, deltas: Sequence[OutputDelta]) -> Tensor:
         if name == "num_input_tokens":  # there is one prompt
             values: list[Any] = [self._tracked.num_prompt_tokens]
         else:
-            values = [self._value(name, index, each) for index, each in enumerate(news)]
+            values = [self._value(name, index, each) for index, each in enumerate(deltas)]
         return Tensor(name=name, datatype=_DATATYPES.get(name, "BYTES"), values=values)
 
-    def _value(self, name: str, index: int, news: News) -> Any:
+    def _value(self, name: str, index: int, delta: OutputDelta) -> Any:
         match name:
             case "finish_reason":
-                return news.reason or _UNFINISHED
+                return delta.reason or _UNFINISHED
             case "num_output_tokens":
-                return news.piece.num_tokens
+                return delta.piece.num_tokens
             case "cumulative_logprob":
                 return self._cumulative_logprobs[index]
             case "logprobs":
-                return json.dumps([self._position(*each) for each in news.piece.logprobs])
+                return json.dumps([self._position(*each) for each in delta.piece.logprobs])
         assert name == TEXT_OUTPUT
-        return news.piece.text
+        return delta.piece.text
 
     def _position(self, token_id: int, position: TokenLogprobs) -> dict[int, dict[str, Any]]:
         """The chosen token, then the most probable ones; only the latter have a known rank."""

@@ -34,7 +34,7 @@ _MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TranslatedRequest:
     """A translated request. generate: checked. prefix_text: the prompt if the output begins with it, else empty.
     outputs: tensor names, in order. caller_id: the id that the responses carry. wants_empty_final: the last response
     may have no tensors."""
@@ -49,7 +49,7 @@ class Asked:
     timeout_s: float | None
 
 
-def translate(request: oip.ModelInferRequest) -> Asked:
+def translate(request: oip.ModelInferRequest) -> TranslatedRequest:
     """Translate and check a request. Raises InvalidRequest that names the caller's tensors and parameters,
     ModelNotFound for an unknown version."""
     check_version(request.model_version)
@@ -68,7 +68,7 @@ def translate(request: oip.ModelInferRequest) -> Asked:
     generate = _generate(request.model_name, prompt, _sampling(inputs, parameters), outputs)
     if streams and generate.num_outputs > 1:
         raise InvalidRequest.of(f"{SAMPLING}.n", "must be 1 for a stream")
-    return Asked(
+    return TranslatedRequest(
         generate=generate,
         streams=streams,
         prefix_text="" if _excludes_input(inputs, streams) else prompt,

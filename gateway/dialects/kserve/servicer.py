@@ -10,8 +10,8 @@ import grpc
 import structlog
 
 from octavo.gateway.dialects.kserve import model
-from octavo.gateway.dialects.kserve.messages import News, Responses, failed, reason_of, streamed
-from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
+from octavo.gateway.dialects.kserve.messages import OutputDelta, Responses, failed, reason_of, streamed
+from octavo.gateway.dialects.kserve.request import TranslatedRequest, check_version, in_callers_names, translate
 from octavo.gateway.errors import InvalidRequest, NamesFields
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
@@ -137,11 +137,11 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         with self._tracker.closing(tracked):
             await (self._stream if asked.streams else self._send_whole)(asked, tracked, writer)
 
-    async def _translate(self, request: oip.ModelInferRequest) -> Asked:
+    async def _translate(self, request: oip.ModelInferRequest) -> TranslatedRequest:
         share = share_of(current_rpc.get())
         return await self._text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
 
-    async def _submit(self, asked: Asked, scope: RpcScope) -> TrackedRequest:
+    async def _submit(self, asked: TranslatedRequest, scope: RpcScope) -> TrackedRequest:
         """Submit the request under an id of our own: Triton's clients use one id for several requests at a time."""
         scope.log_fields["caller_id"] = asked.caller_id[:128]
         limits = [each for each in (scope.wire_timeout_s, asked.timeout_s) if each is not None]
@@ -150,15 +150,15 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         except NamesFields as error:
             raise in_callers_names(error) from None
 
-    def _responses(self, asked: Asked, tracked: TrackedRequest) -> Responses:
+    def _responses(self, asked: TranslatedRequest, tracked: TrackedRequest) -> Responses:
         named = replace(asked, model=tracked.card.name)
         return Responses(named, tracked, self._models.text_of(tracked.card).table.all_bytes)
 
-    async def _whole(self, asked: Asked, tracked: TrackedRequest) -> oip.ModelInferResponse:
+    async def _whole(self, asked: TranslatedRequest, tracked: TrackedRequest) -> oip.ModelInferResponse:
         source = OutputStreams(tracked.streams)
         wholes = [Piece(text=asked.prefix_text, token_ids=[], logprobs=[], num_tokens=0) for _ in tracked.streams]
-        while (news := await source.next()) is not None:
-            index, piece = news
+        while (deltas := await source.next()) is not None:
+            index, piece = deltas
             if piece is not None:
                 _append(wholes[index], piece)
                 tracked.count_piece(piece, time.monotonic(), index)
@@ -166,24 +166,24 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         reasons = [reason_of(stream) for stream in tracked.streams]
         for index, reason in enumerate(reasons):
             tracked.count_finished(reason, index)
-        return self._responses(asked, tracked).next(list(map(News, wholes, reasons)))
+        return self._responses(asked, tracked).next(list(map(OutputDelta, wholes, reasons)))
 
-    async def _send_whole(self, asked: Asked, tracked: TrackedRequest, writer: StreamWriter) -> None:
+    async def _send_whole(self, asked: TranslatedRequest, tracked: TrackedRequest, writer: StreamWriter) -> None:
         response = await self._whole(asked, tracked)
         await writer.write_of(tracked, streamed(response, is_final=True))
 
-    async def _stream(self, asked: Asked, tracked: TrackedRequest, writer: StreamWriter) -> None:
+    async def _stream(self, asked: TranslatedRequest, tracked: TrackedRequest, writer: StreamWriter) -> None:
         """One response per piece. The last one is marked as final and has the finish reason; if the end becomes known
         only after the last piece, it gets a response of its own."""
         responses, has_ended = self._responses(asked, tracked), False
         async for piece, has_ended in _pieces(tracked.stream):
             now_s = time.monotonic()
-            response = responses.next([News(piece, reason_of(tracked.stream) if has_ended else "")])
+            response = responses.next([OutputDelta(piece, reason_of(tracked.stream) if has_ended else "")])
             await writer.write_of(tracked, streamed(response, is_final=has_ended))
             tracked.scope.tokens_delivered += piece.num_tokens
             tracked.count_piece(piece, now_s)
         if not has_ended:
-            end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(tracked.stream))
+            end = OutputDelta(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(tracked.stream))
             response = responses.empty() if asked.wants_empty_final else responses.next([end])
             await writer.write_of(tracked, streamed(response, is_final=True))
         tracked.count_finished(reason_of(tracked.stream))

@@ -15,7 +15,7 @@ import zmq
 from octavo.gateway import restarting
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.peers import control, peer_link, peers
-from octavo.gateway.peers.peers import Asked, Peers
+from octavo.gateway.peers.peers import PeerAnswers, Peers
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.peer_messages import PeerAskLoad, PeerReply, PeerUse, ToPeer
@@ -152,7 +152,7 @@ async def test_a_gateway_that_comes_back_after_its_leave_is_asked_again(pair: Pa
     await second.start()
     assert (await first.ask(question, timeout_s=30.0)).replies
     first.on_leaving(second.gateway_id)
-    assert await first.ask(question, timeout_s=30.0) == Asked()
+    assert await first.ask(question, timeout_s=30.0) == PeerAnswers()
     await second.close()
     third = Peers(configs, answering(8))
     await third.start()
