@@ -63,16 +63,16 @@ def allocate_host_blocks(
 
 def begin_host_blocks(
     host_kv_gib: float | None, block_bytes: int, device: torch.device, *, ranks: Ranks = ALONE
-) -> "ComingHostBlocks":
+) -> "PendingHostBlocks":
     """Start allocating the memory. host_kv_gib: over all ranks. block_bytes: of one rank's part of a block. Raises
     DoesNotFit."""
     num_gpus = max(1, torch.cuda.device_count()) if device.type == "cuda" else 0
     wanted = host_blocks_wanted(host_kv_gib, block_bytes, num_gpus=num_gpus, num_ranks=ranks.size)
     num_blocks = ranks.least(wanted)  # all ranks must have the same number of blocks
-    return ComingHostBlocks(num_blocks, block_bytes, device, is_asked=host_kv_gib is not None, ranks=ranks)
+    return PendingHostBlocks(num_blocks, block_bytes, device, is_asked=host_kv_gib is not None, ranks=ranks)
 
 
-class ComingHostBlocks:
+class PendingHostBlocks:
     """Blocks in host memory whose pages a separate thread touches, and pins for a GPU, while the calling thread
     compiles kernels; this saves seconds. is_asked: whether the size was asked for rather than the default."""
 

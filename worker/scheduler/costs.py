@@ -32,7 +32,7 @@ LEAST_PROMPT_TOKENS = 32
 """Prompt tokens that a step takes however slow it is, so that prompts make progress."""
 
 
-class FadingRate:
+class DecayingRate:
     """Seconds per item. initial: the rate before anything has been measured; None: unknown."""
 
     def __init__(self, initial: float | None = None) -> None:
@@ -58,9 +58,9 @@ class CopyCosts:
     def __init__(self, *, block_size: int, max_copies_in: int, copy_s: float | None = None) -> None:
         self._block_size = block_size
         self._max_copies_in = max_copies_in
-        self.copy = FadingRate(copy_s)
-        self.prefill = FadingRate()
-        self.step = FadingRate()
+        self.copy = DecayingRate(copy_s)
+        self.prefill = DecayingRate()
+        self.step = DecayingRate()
 
     def note_step(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
         """Note that a step with these numbers of tokens took this long."""
@@ -89,7 +89,7 @@ class CopyCosts:
         return token_s is None or 2 * num_blocks * (self.copy.seconds or 0.0) <= num_tokens * token_s
 
 
-class Allowance:
+class StepBudget:
     """Prompt tokens that one step may take. Made by `StepPace.allow`."""
 
     def __init__(self, seconds: float, token_s: float, attended_s: float) -> None:
@@ -99,7 +99,7 @@ class Allowance:
 
     def take(self, start: int, wanted: int) -> int:
         """How many of a prompt's tokens, from position start on, the step takes: at least one. If fewer than wanted,
-        the allowance is spent."""
+        the budget is spent."""
         fitting = self._fitting(start)
         if fitting < wanted:
             self.is_spent = True
@@ -177,18 +177,18 @@ class StepPace:
         self._products_22 = _LONG_FADE * self._products_22 + np.outer(seen_2, seen_2)
         self._seconds_2 = _LONG_FADE * self._seconds_2 + seen_2 * added_s
 
-    def allow(self, num_decodes: int, *, waited_s: float = 0.0) -> Allowance:
-        """The allowance for the next step. num_decodes: outputs that decode in it. waited_s: longest wait of a prompt
+    def allow(self, num_decodes: int, *, waited_s: float = 0.0) -> StepBudget:
+        """The budget of the next step. num_decodes: outputs that decode in it. waited_s: longest wait of a prompt
         for its first token."""
         if not num_decodes or not self._products_22[0, 0]:
-            return Allowance(math.inf, 0.0, 0.0)
+            return StepBudget(math.inf, 0.0, 0.0)
         decode_s, target_s = self._decode_s, self._max_gap_s
         token_s, attended_s = self._rates()
         if self._least_steps:
             mean_s = self._seconds_2[0] / self._products_22[0, 0]
             full_s = decode_s + FULL_STEPS * self._max_tokens * (token_s or mean_s)
             target_s = max(target_s, min(max(self._least_steps * decode_s, GAP_PER_WAIT * waited_s), full_s))
-        return Allowance(target_s - decode_s, token_s, attended_s)
+        return StepBudget(target_s - decode_s, token_s, attended_s)
 
     @property
     def _decode_s(self) -> float:

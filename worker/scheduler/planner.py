@@ -20,7 +20,7 @@ import numpy as np
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.wire.messages import WireFinishReason
 from octavo.worker.config import SchedulerConfig
-from octavo.worker.scheduler.costs import Allowance, StepPace
+from octavo.worker.scheduler.costs import StepBudget, StepPace
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from octavo.worker.scheduler.request import Ending, Phase, Request, failure
 from octavo.worker.scheduler.request_table import RequestTable
@@ -202,7 +202,7 @@ class Planner:
                 attended_share=config.attended_share,
             )
         self._new_requests: list[NewRequest] = []  # in the plan that is being made
-        self._allowance: Allowance | None = None  # for the same plan; None: no limit
+        self._budget: StepBudget | None = None  # for the same plan; None: no limit
 
     def plan(self, step: int, in_flight: InFlight, now_s: float) -> StepPlan | None:
         """The next step, or None if there is nothing to do. Raises ResultsFirst."""
@@ -302,7 +302,7 @@ class Planner:
         chunks: list[Chunk] = []
         budget = self._config.max_batch_tokens - num_decodes
         if self.pace is not None:
-            self._allowance = self.pace.allow(num_decodes, waited_s=self._longest_wait_s(now_s))
+            self._budget = self.pace.allow(num_decodes, waited_s=self._longest_wait_s(now_s))
         for request in sorted(self._requests.prefilling, key=lambda request: request.rank):
             if not budget or len(chunks) == self._max_chunks or self._is_spent:
                 break
@@ -314,7 +314,7 @@ class Planner:
 
     @property
     def _is_spent(self) -> bool:
-        return self._allowance is not None and self._allowance.is_spent
+        return self._budget is not None and self._budget.is_spent
 
     def _longest_wait_s(self, now_s: float) -> float:
         """The longest wait for a first token among the prompts that this step may continue; 0 if the pace does not
@@ -329,8 +329,8 @@ class Planner:
         slot = request.held_slot
         start, num_known = int(self._slots.num_scheduled_S[slot]), int(self._slots.num_known_S[slot])
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens or budget)
-        if self._allowance is not None:
-            num_tokens = self._allowance.take(start, num_tokens)
+        if self._budget is not None:
+            num_tokens = self._budget.take(start, num_tokens)
         self._slots.num_scheduled_S[slot] += num_tokens
         self._note_scheduled(request, num_tokens, now_s)
         is_last = start + num_tokens == num_known

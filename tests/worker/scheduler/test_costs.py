@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from octavo.worker.scheduler.costs import CopyCosts, FadingRate
+from octavo.worker.scheduler.costs import CopyCosts, DecayingRate
 from tests.support.worker.scheduling import World, WorldConfig, key
 
 DEVICE, HOST = False, True
@@ -56,7 +56,7 @@ def test_a_swap_pays_both_ways() -> None:
 
 
 def test_rates_follow_what_is_measured_large_steps_more_than_small_ones() -> None:
-    rate = FadingRate(7.0)
+    rate = DecayingRate(7.0)
     assert rate.seconds == 7.0
     rate.add(0, 1.0)
     rate.add(1, 0.0)

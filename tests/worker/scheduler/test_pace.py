@@ -9,7 +9,7 @@ import pytest
 from bench.shapes import PUBLISHED
 from bench.worker.pace import H200, Asked, code, nano, simulate
 from octavo.worker.config import GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS
-from octavo.worker.scheduler.costs import LEAST_PROMPT_TOKENS, Allowance, StepPace
+from octavo.worker.scheduler.costs import LEAST_PROMPT_TOKENS, StepBudget, StepPace
 from octavo.worker.scheduler.plan import Chunk, Slot
 from octavo.worker.scheduler.scheduler import Scheduler
 from tests.support.worker.scheduling import World, WorldConfig
@@ -53,11 +53,11 @@ def test_a_bounded_step_takes_about_as_long_as_it_may(
 
 
 def test_chunks_of_one_step_share_what_it_may_take() -> None:
-    allowance = learned(2e-5, 0.0, max_gap_s=0.0221).allow(8)  # for 1,000 tokens
-    taken = [allowance.take(0, 300), allowance.take(0, 300)]
-    assert not allowance.is_spent
-    taken.append(allowance.take(0, 5000))
-    assert allowance.is_spent
+    budget = learned(2e-5, 0.0, max_gap_s=0.0221).allow(8)  # for 1,000 tokens
+    taken = [budget.take(0, 300), budget.take(0, 300)]
+    assert not budget.is_spent
+    taken.append(budget.take(0, 5000))
+    assert budget.is_spent
     assert taken[:2] == [300, 300]
     assert sum(taken) == 768
 
@@ -71,8 +71,8 @@ def test_nothing_is_bounded_before_it_is_learned_or_where_nobody_waits_for_the_s
 def test_prompts_get_on_however_slow_the_device_is() -> None:
     assert learned(1.0, 0.0).allow(1).take(0, 8192) == LEAST_PROMPT_TOKENS
     assert learned(1.0, 0.0).allow(1).take(0, 5) == 5
-    assert Allowance(-1.0, 1.0, 0.0).take(0, 8192) == LEAST_PROMPT_TOKENS
-    assert Allowance(math.inf, 0.0, 0.0).take(0, 8192) == 8192
+    assert StepBudget(-1.0, 1.0, 0.0).take(0, 8192) == LEAST_PROMPT_TOKENS
+    assert StepBudget(math.inf, 0.0, 0.0).take(0, 8192) == 8192
 
 
 def test_by_default_steps_are_as_long_as_the_next_prompt_has_waited() -> None:
