@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class CallerAnswers:
     """All answers, and the seconds from the start signal to the last one."""
 
     answers: list[Answer] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Callers:
             child.join()
         self._links = {}
 
-    def call(self, target: str, conversations: Sequence[Conversation], *, timeout_s: float) -> Heard:
+    def call(self, target: str, conversations: Sequence[Conversation], *, timeout_s: float) -> CallerAnswers:
         """Run all conversations at once, each turn by turn. If a process does not answer in time, ends all of them and
         raises CallersError."""
         deadline_s = time.monotonic() + timeout_s
@@ -128,7 +128,7 @@ class Callers:
         except OSError:
             self.close()
             raise CallersError("a process of callers ended; see its own lines above") from None
-        return Heard(answers=[_answer(row) for row in told], seconds=seconds)
+        return CallerAnswers(answers=[_answer(row) for row in told], seconds=seconds)
 
     def _start(self) -> None:
         if self._links:

@@ -30,7 +30,7 @@ from octavo.v1 import model_pb2, model_pb2_grpc
 Samples = dict[str, list[int]]
 
 
-class HastyRing(KeyRing):
+class EarlyExitRing(KeyRing):
     """The negative control: stops at the first match."""
 
     def find(self, key: str) -> KeyEntry | None:
@@ -132,7 +132,7 @@ def main() -> None:
         "keys": arguments.keys,
         "ring": compare(time_ring(KeyRing(entries), kinds, arguments.samples)),
         "calls": compare(asyncio.run(time_calls(known, wrong, arguments.samples))),
-        "control, a hasty ring": compare(time_ring(HastyRing(entries), kinds, arguments.samples)),
+        "control, a hasty ring": compare(time_ring(EarlyExitRing(entries), kinds, arguments.samples)),
     }
     print(json.dumps(report, indent=2))
 

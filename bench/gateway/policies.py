@@ -56,7 +56,7 @@ class Policy:
     def on_heartbeat(self, fills: Sequence[float]) -> None: ...
 
 
-class Lot(Policy):
+class RandomPolicy(Policy):
     """A random worker."""
 
     def __init__(self, num_workers: int, room: Room) -> None:
@@ -166,7 +166,7 @@ class Several(Policy):
             each.on_heartbeat(fills)
 
 
-class Told(Several):
+class SharedLoads(Several):
     """The same, but each learns at once what the others sent: the best that sharing loads could achieve."""
 
     def __init__(self, num_workers: int, room: Room, *, num_gateways: int) -> None:
@@ -175,7 +175,7 @@ class Told(Several):
             each._in_flight, each._waiting = self._all[0]._in_flight, self._all[0]._waiting
 
 
-class Dynamo(Lot):
+class Dynamo(RandomPolicy):
     """The cost function of NVIDIA Dynamo's KV router with its defaults, according to its documentation: blocks that a
     worker has to compute, those of earlier requests included, and blocks that its requests would hold, shared ones
     counted once, answers left out. CREDIT: for a cached block. ACTIVE: for a held one."""
@@ -230,11 +230,11 @@ class DynamoByPrompt(Dynamo):
 
 
 POLICIES: dict[str, Callable[[int, Room], Policy]] = {
-    "ours": Ours, "sticky": Sticky, "lot": Lot, "dynamo": Dynamo, "dynamo, by prompt alone": DynamoByPrompt,
+    "ours": Ours, "sticky": Sticky, "lot": RandomPolicy, "dynamo": Dynamo, "dynamo, by prompt alone": DynamoByPrompt,
 } | {
     f"{num} {name}": partial(kind, num_gateways=num)
     for num in (4, 8)
-    for name, kind in (("own", Several), ("told", Told))
+    for name, kind in (("own", Several), ("told", SharedLoads))
 }  # fmt: skip
 
 

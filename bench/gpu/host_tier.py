@@ -140,7 +140,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class ConversationShape:
     """The shape of the conversations."""
 
     conversations: int
@@ -150,7 +150,7 @@ class Talk:
     answer: int
 
     @classmethod
-    def asked_for(cls, arguments: argparse.Namespace) -> "Talk":
+    def asked_for(cls, arguments: argparse.Namespace) -> "ConversationShape":
         """The shape that the command line asks for."""
         return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
 
@@ -160,7 +160,7 @@ class Talk:
         return self.opening + self.turns * (self.question + self.answer)
 
 
-def converse(bench: Bench, engine: InProcess, talk: Talk) -> Figures:
+def converse(bench: Bench, engine: InProcess, talk: ConversationShape) -> Figures:
     """Hold all conversations, sending each turn as soon as the one before is answered."""
     rng = np.random.default_rng(2)
     under_way: dict[int, Conversation] = {}
@@ -206,7 +206,7 @@ def converse(bench: Bench, engine: InProcess, talk: Talk) -> Figures:
     }
 
 
-def measure_conversations(bench: Bench, talk: Talk, share: float, is_late: Callable[[], bool]) -> Any:
+def measure_conversations(bench: Bench, talk: ConversationShape, share: float, is_late: Callable[[], bool]) -> Any:
     """Measure without the tier and with it."""
     num_blocks = max(-(-talk.longest // BLOCK) + 8, int(share * talk.conversations * talk.longest) // BLOCK)
     found: dict[str, Figures] = {}
@@ -277,7 +277,7 @@ def cuda_bench(arguments: argparse.Namespace) -> Bench:
         arguments.shape,
         max_slots=64,
         max_batch_tokens=arguments.max_batch_tokens,
-        max_model_len=max(arguments.long, Talk.asked_for(arguments).longest) + BLOCK,
+        max_model_len=max(arguments.long, ConversationShape.asked_for(arguments).longest) + BLOCK,
         host_bytes=int(arguments.host_gib * GIB),
         autotune=Autotune.CACHED,
     )
@@ -320,7 +320,7 @@ def cpu_bench(arguments: argparse.Namespace) -> Bench:
     """A bench with torch's steps over ordinary memory, to try the bench and to measure this machine's copies."""
     config = SHAPES[arguments.shape].config
     model = CausalLM.random(config, seed=0)
-    longest = max(arguments.long, Talk.asked_for(arguments).longest) + BLOCK
+    longest = max(arguments.long, ConversationShape.asked_for(arguments).longest) + BLOCK
     runner_config = TorchRunnerConfig(
         num_blocks=max(2 * -(-longest // BLOCK) + 64, 16 * 24),
         block_size=BLOCK,
@@ -388,7 +388,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         found["idle"] = measure_idle(bench, rounds=3, **sizes)
         show("idle", found["idle"])  # type: ignore[arg-type]
     if "conversations" in arguments.only:
-        talk = Talk.asked_for(arguments)
+        talk = ConversationShape.asked_for(arguments)
         found["conversations"] = measure_conversations(bench, talk, arguments.share, is_late)
     found["seconds"] = time.perf_counter() - begin_s
     print(f"  {found['seconds']:.0f} s in all", flush=True)

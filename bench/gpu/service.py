@@ -33,7 +33,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench import talks
-from bench.callers import Callers, CallersError, Heard
+from bench.callers import CallerAnswers, Callers, CallersError
 from bench.figures import percentile, write_json
 from bench.gpu.device import need_cuda
 from bench.gpu.grpc import BenchError, Service, serving, shares
@@ -108,7 +108,7 @@ class Bench:
             self.keep(f"start {self._num_starts}, {name}, s", round(service.start_s, 2))
             yield Measured(bench=self, service=service, metrics_url=f"http://127.0.0.1:{port}/metrics")
 
-    def call(self, service: Service, conversations: list[talks.Conversation]) -> Heard:
+    def call(self, service: Service, conversations: list[talks.Conversation]) -> CallerAnswers:
         """Make the calls. Raises CallersError, also if answers are incomplete."""
         heard = self._callers.call(service.target, conversations, timeout_s=self.left_s)
         if heard.complaint:
@@ -260,7 +260,7 @@ class Measured:
         self.bench.say(f"BURST lowest {min(rates):,.0f} of {_rates(rates)} (bar {BURST_BAR:,}){_verdict(is_met)}")
         self.bench.keep("burst, tok/s", [round(each) for each in rates])
 
-    def _one(self, name: str, conversations: list[talks.Conversation]) -> Heard:
+    def _one(self, name: str, conversations: list[talks.Conversation]) -> CallerAnswers:
         """Make the calls, and print what came and what the service did for it."""
         before, cpu_before = self._counts(), self.service.cpu_s()
         heard = self.bench.call(self.service, conversations)

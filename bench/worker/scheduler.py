@@ -58,7 +58,7 @@ class NullRunner:
         """Nothing to close."""
 
 
-class Nowhere(Mailbox):
+class DiscardingMailbox(Mailbox):
     """Throws the output of steps away."""
 
     def take(self, output: StepOutput) -> None:
@@ -81,12 +81,12 @@ class Bench(NamedTuple):
 
     engine: Engine
     scheduler: Scheduler
-    mail: Nowhere
+    mail: DiscardingMailbox
 
 
 def make_engine(*, num_blocks: int, max_num_seqs: int, max_in_flight: int, max_batch_tokens: int) -> Bench:
     """An engine around the null runner."""
-    sizes, mail = Sizes(num_blocks=num_blocks, max_slots=max_num_seqs), Nowhere()
+    sizes, mail = Sizes(num_blocks=num_blocks, max_slots=max_num_seqs), DiscardingMailbox()
     parts = assemble(
         NullRunner(max_in_flight),
         sizes,

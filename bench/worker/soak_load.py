@@ -94,7 +94,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class FirstDifference:
     """Where a canary's answer first differed from the first answer, and how far apart the two best choices were, in
     nats."""
 
@@ -113,7 +113,7 @@ class Canary:
     first: tuple[int, ...] = ()
     num_answers: int = 0
     num_failed: int = 0
-    partings: list[Parting] = field(default_factory=list)
+    partings: list[FirstDifference] = field(default_factory=list)
     handle: int | None = None
 
     def ask(self) -> None:
@@ -139,4 +139,4 @@ class Canary:
         if tokens != self.first:
             index = next(i for i, (one, other) in enumerate(zip(tokens, self.first, strict=True)) if one != other)
             best, second = logprobs[index].top_logprobs[:2]
-            self.partings.append(Parting(at_s=self.clock(), index=index, gap=best - second))
+            self.partings.append(FirstDifference(at_s=self.clock(), index=index, gap=best - second))
