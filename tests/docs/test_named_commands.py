@@ -2,6 +2,7 @@
 tests, series of /metrics, defaults in parentheses."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,20 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
+@cache
+def whole_command() -> Any:
+    """Made once: it has every command with all of its flags."""
+    return get_command(app)
+
+
+@cache
+def code_of_exporters() -> str:
+    return "\n".join(path.read_text() for path in EXPORTERS)
+
+
 def unknown_flags(typed: str) -> list[str]:
     """Of a command line with `octavo`; the command itself, where there is none of its name."""
-    command: Any = get_command(app)
+    command = whole_command()
     words = typed.split()[1:]
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
@@ -52,7 +64,7 @@ def test_targets_of_make_and_tests_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_series_of_the_metrics_are_exported(page: Path) -> None:
-    code = "\n".join(path.read_text() for path in EXPORTERS)
+    code = code_of_exporters()
     named = {found[0] for each in spans(page) if (found := re.match(r"octavo_\w+[a-z](?![\w.])", each))} - NOT_SERIES
     assert [each for each in sorted(named) if re.sub(r"_(total|bucket|sum|count|info)$", "", each) not in code] == []
 
