@@ -4,10 +4,10 @@ import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
@@ -49,7 +49,7 @@ def this_machine() -> Machine:
         threads=torch.get_num_threads(),
         huge_pages="asked for" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "not asked for",
         torch=torch.__version__,
-        transformers=transformers.__version__,
+        transformers=version("transformers"),
         commit=_commit(),
         load_1m=os.getloadavg()[0],
     )

@@ -1,5 +1,5 @@
 """`make check`: what holds the repository together, and of the other test files those that take least, as many as a
-budget of seconds allows; and what each file takes.
+budget of seconds allows; and what each file takes. Files that import transformers at their top are left out, too.
 
 tests/seconds.json has the seconds of every test file that `make test` runs. `pytest --record-seconds`, and so `make
 test`, writes a file's figure where there is none, or where it has more than doubled or halved: the choice follows the
@@ -10,6 +10,7 @@ longest are begun first (tests/conftest.py).
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -26,6 +27,7 @@ ALWAYS = ("cli/serve/test_preflight.py", "docs", "structure", "test_*.py")  # a 
 ASKED_FOR = ("cluster", "gpu", "interop", "faults/test_long_*.py")  # `make test` leaves them to targets of their own
 BUDGET_S = 12.0  # of the files beside those above; importing what they test takes several times as long
 DEFAULT_S = 1.0  # of a file that is not measured yet
+HEAVY_IMPORT = re.compile(r"^(?:from|import) transformers\b", re.MULTILINE)  # 4 s in each process, in no figure
 SAME_WITHIN = 2.0  # seconds differ from run to run; only a change beyond this factor is written
 TOO_LITTLE_S = 1.0  # below this, a change of the factor is none
 MAX_PROCESSES = 4  # each imports everything anew
@@ -90,6 +92,11 @@ def together() -> list[str]:
     return [file for file in measured_files() if not is_alone(file)]
 
 
+def light() -> list[str]:
+    """Of those, what does not import for seconds before a test begins."""
+    return [file for file in together() if not HEAVY_IMPORT.search((TESTS / file).read_text())]
+
+
 def read_seconds() -> dict[str, float]:
     """The figures as they are kept."""
     return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
@@ -116,7 +123,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of all files together")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
-    chosen, _ = choose(read_seconds(), together(), arguments.budget)
+    chosen, _ = choose(read_seconds(), light(), arguments.budget)
     left_out = set(test_files()) - set(chosen)
     paths = [str(TESTS / file) for file in chosen]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

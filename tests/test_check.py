@@ -40,10 +40,16 @@ def test_every_file_has_its_seconds_and_no_other() -> None:
 
 def test_what_is_chosen_takes_few_of_all_the_seconds() -> None:
     seconds = check.read_seconds()
-    chosen, _ = check.choose(seconds, check.together(), check.BUDGET_S)
+    chosen, _ = check.choose(seconds, check.light(), check.BUDGET_S)
     kept = {file for file in chosen if check.lies_in(file, check.ALWAYS)}
     assert sum(seconds.get(file, check.DEFAULT_S) for file in set(chosen) - kept) <= check.BUDGET_S
     assert sum(seconds.get(file, check.DEFAULT_S) for file in kept) <= sum(seconds.values()) / SHARE
+
+
+def test_what_imports_for_seconds_is_left_out_and_nothing_of_it_always_runs() -> None:
+    left_out = set(check.together()) - set(check.light())
+    assert "model/layers/test_norm.py" in left_out
+    assert [file for file in left_out if check.lies_in(file, check.ALWAYS)] == []
 
 
 def test_the_longest_files_are_begun_first_and_a_files_tests_stay_together() -> None:
