@@ -52,7 +52,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def checkpoint(folder: Path, **changes: object) -> Path:
-    shutil.copytree(EMBEDDED / "folio-chat", folder)
+    """The embedded model with other settings and without weights, which nothing here gets to see."""
+    shutil.copytree(EMBEDDED / "folio-chat", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
@@ -199,6 +200,7 @@ def test_more_ranks_than_gpus_are_told_before_anything_starts(
     check_group_devices(ServeSettings(tensor_parallel_size=3))  # on the CPU
 
 
+@pytest.mark.slow  # starts processes that import torch
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_can_share_a_model_are_not_refused(size: int) -> None:
     check_workers(ServeSettings(tensor_parallel_size=size, device="cpu"))
@@ -269,6 +271,7 @@ sys.exit(main(["worker", *sys.argv[2:]]))
 """
 
 
+@pytest.mark.slow  # starts processes that import torch
 def test_a_flag_hides_instructions_from_torch_and_overrides_the_variable(tmp_path: Path) -> None:
     def seen(variable: str, *arguments: str) -> list[str]:
         flags = ("--device=cpu", "--worker-metrics-port=0", f"--gateway-endpoint=ipc://{tmp_path}/x.sock")
@@ -282,6 +285,7 @@ def test_a_flag_hides_instructions_from_torch_and_overrides_the_variable(tmp_pat
     assert seen("avx2", "as it is", "--cpu-isa=auto")[0] == "False"
 
 
+@pytest.mark.slow  # starts processes that import torch
 def test_the_embedded_model_is_cut_here_before_a_cluster_is_asked_for_places() -> None:
     with pytest.raises(CliError, match="intermediate_size: 896 cannot be divided among 3 tensor-parallel ranks"):
         check_workers_elsewhere(ServeSettings(tensor_parallel_size=3, device="cpu"))
