@@ -20,6 +20,7 @@ from tests.support.model.invariant_model import CONFIG, random_model
 
 BLOCK = 4
 LENGTH = 97
+CUTS = [[7] * 13 + [6], [64, 33], [96, 1], [1, 96]]
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
 
 
@@ -53,6 +54,11 @@ class Steps:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_the_same_bits_in_any_step(dtype: torch.dtype) -> None:
+    check_steps(dtype, [[1] * LENGTH, *CUTS])
+
+
+def check_steps(dtype: torch.dtype, all_cuts: list[list[int]]) -> None:
+    """all_cuts: lengths of the pieces of one sequence, each computed alone and beside others."""
     model = random_model(dtype)
     wanted = dense_logits(model, torch.as_tensor(np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH)))
     make_invariant(model, max_positions=LENGTH)
@@ -61,7 +67,7 @@ def test_a_token_has_the_same_bits_in_any_step(dtype: torch.dtype) -> None:
     logits_TV = model.logits(whole_TD)
     limit = 1e-4 if dtype == torch.float32 else 6e-2
     assert (logits_TV - wanted).norm() / wanted.norm() < limit
-    for cuts in ([1] * LENGTH, [7] * 13 + [6], [64, 33], [96, 1], [1, 96]):
+    for cuts in all_cuts:
         for num_others in (0, 13):
             hidden_TD = steps.hidden(cuts, num_others=num_others)
             assert torch.equal(hidden_TD, whole_TD), (cuts, num_others)

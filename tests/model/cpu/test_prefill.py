@@ -69,10 +69,15 @@ def test_a_chunk_reads_its_own_blocks_up_to_each_token(
 
 
 def test_a_token_has_the_same_bits_however_its_prompt_is_cut() -> None:
-    k_pool, v_pool, table_M = make_cache(600, 2, 64, 16)
-    q_QNH = normal(600, 14, 64)
-    whole_QNH = chunk_attention(q_QNH, k_pool, v_pool, table_M, 0.125, context_len=600)
-    for first, end in ((0, 5), (5, 250), (250, 270), (270, 600)):
+    check_cuts(600, num_heads=14, num_kv_heads=2)
+
+
+def check_cuts(context: int, *, num_heads: int, num_kv_heads: int) -> None:
+    """Of a prompt longer than 270: within its first span of 256 positions, and around the end of that."""
+    k_pool, v_pool, table_M = make_cache(context, num_kv_heads, 64, 16)
+    q_QNH = normal(context, num_heads, 64)
+    whole_QNH = chunk_attention(q_QNH, k_pool, v_pool, table_M, 0.125, context_len=context)
+    for first, end in ((0, 5), (5, 250), (250, 270), (270, context)):
         part_QNH = chunk_attention(q_QNH[first:end], k_pool, v_pool, table_M, 0.125, context_len=end)
         assert torch.equal(part_QNH, whole_QNH[first:end])
 
