@@ -144,6 +144,7 @@ def folder_of(name: str) -> str:
     return inner if inner in FOLDERS else "client"
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Folders of ours and packages of others that a file imports."""
     return {folder_of(name if name.split(".")[0] not in FOLDERS else f"octavo.{name}") for name in modules_of(path)}
@@ -177,9 +178,10 @@ def test_the_page_has_the_arrows_and_packages_that_are_imported(repository: Path
     assert {folder: FOLDERS & words for folder, words in told.items() if folder != "cli"} == {
         folder: may for folder, may in arrows.items() if folder != "cli"
     }
+    packages = packages_distributions().keys()
     for folder, words in told.items():
         imported = {name for path in (repository / folder).rglob("*.py") for name in imports(path)}
-        assert (words & packages_distributions().keys()) - imported <= {"octavo"}, folder
+        assert (words & packages) - imported <= {"octavo"}, folder
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
