@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.bench.limits import MOST_DRAWN_TOKENS, MOST_REQUESTS
 from octavo.cli.errors import usage
 from octavo.cli.help import PlainCommand
 from octavo.cli.settings.groups import ALL_KEYS, ClientSettings
@@ -16,7 +17,6 @@ from octavo.cli.settings.resolve import Resolved
 PANEL = "Watch a service"
 LOAD = "Load"
 DATASET = "Dataset"
-MOST_REQUESTS, MOST_TOKENS = 1_000_000, 1_000_000  # all of a run are drawn before it begins, and kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ class DatasetOptions:
     ] = 100
     input_len: Annotated[
         int,
-        typer.Option("--input-len", help="Tokens of random prompts.", min=1, max=MOST_TOKENS, rich_help_panel=DATASET),
+        typer.Option(
+            "--input-len", help="Tokens of random prompts.", min=1, max=MOST_DRAWN_TOKENS, rich_help_panel=DATASET
+        ),
     ] = 512
     output_len: Annotated[
         int,
@@ -82,7 +84,7 @@ class DatasetOptions:
             "--output-len",
             help="Tokens of outputs, where the dataset does not say.",
             min=1,
-            max=MOST_TOKENS,
+            max=MOST_DRAWN_TOKENS,
             rich_help_panel=DATASET,
         ),
     ] = 128

@@ -19,12 +19,12 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.bench.limits import MOST_DRAWN_TOKENS
 from octavo.cli.errors import usage
 from octavo.client.requests import GenerateFields, generate_request
 
 FEWEST_TOKENS = 4  # of a ShareGPT turn that counts, and
 MOST_PROMPT_TOKENS, MOST_TOKENS = 1024, 2048  # the most, as vLLM's benchmark has it
-MOST_TRACE_TOKENS = 1_000_000  # prompts are drawn whole, and kept
 _LATEST_MS = 1e15  # the year 33658
 FORMATS = "a ShareGPT JSON list, JSONL of prompts, or a trace (CSV or JSONL)"
 CountTokens = Callable[[str], int]
@@ -177,8 +177,8 @@ def _count(row: Any, name: str) -> int:
         count = int(row[name])
     except ValueError:
         raise ValueError(f"{name}: {row[name]!r} is no number of tokens") from None
-    if not 0 <= count <= MOST_TRACE_TOKENS:
-        raise ValueError(f"{name}: {count} is no number of tokens from 0 to {MOST_TRACE_TOKENS:,}")
+    if not 0 <= count <= MOST_DRAWN_TOKENS:
+        raise ValueError(f"{name}: {count} is no number of tokens from 0 to {MOST_DRAWN_TOKENS:,}")
     return count
 
 
