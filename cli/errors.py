@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+_MOST_SHOWN = 200  # characters of a value
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended
 
 
@@ -26,6 +27,13 @@ class CliError(Exception):
 def usage(what: str, numbers: str, change: str) -> CliError:
     """A mistake on the command line, in the environment or in the configuration file."""
     return CliError(what, numbers, change, exit_code=2)
+
+
+def shorten(value: object) -> str:
+    """Its repr, cut in the middle where it is very long, so that what is said of it can be read."""
+    text = repr(value)
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]}…{text[-half:]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -1,14 +1,22 @@
 """The command that measures a service: bench."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from octavo.cli.bench.limits import MOST_DRAWN_TOKENS, MOST_REQUESTS
-from octavo.cli.errors import usage
+from octavo.cli.bench.limits import (
+    HIGHEST_RATE,
+    LEAST_BURSTINESS,
+    LOWEST_RATE,
+    MOST_BURSTINESS,
+    MOST_DRAWN_TOKENS,
+    MOST_REQUESTS,
+)
+from octavo.cli.errors import shorten, usage
 from octavo.cli.help import PlainCommand
 from octavo.cli.settings.groups import ALL_KEYS, ClientSettings
 from octavo.cli.settings.options import PATH, given_path, with_settings
@@ -108,7 +116,9 @@ class DatasetOptions:
     ] = None
     dataset_seed: Annotated[
         int,
-        typer.Option("--dataset-seed", help="Draws prompts, lengths and arrivals.", min=0, rich_help_panel=DATASET),
+        typer.Option(
+            "--dataset-seed", help="Draws prompts, lengths and arrivals.", min=0, max=2**64 - 1, rich_help_panel=DATASET
+        ),
     ] = 0
 
 
@@ -138,8 +148,9 @@ def bench(
     from octavo.cli.bench.run import Bench
     from octavo.cli.bench.run import bench as run
 
-    if not 0 < load.burstiness < math.inf:
-        raise usage("bad value for --burstiness", f"--burstiness is {load.burstiness:g}", "give a number above 0")
+    if not LEAST_BURSTINESS <= load.burstiness <= MOST_BURSTINESS:
+        advice = f"give a number from {LEAST_BURSTINESS:g} to {MOST_BURSTINESS:g}"
+        raise usage("bad value for --burstiness", f"--burstiness is {load.burstiness:g}", advice)
     lengths = Lengths(num_prompt=data.input_len, num_output=data.output_len, range_ratio=data.range_ratio)
     asked = Bench(
         dataset=data.dataset,
@@ -167,12 +178,14 @@ def _rate(word: str) -> float:
         rate = float(word)
     except ValueError:
         rate = math.nan
-    if not rate > 0:
-        raise usage("bad value for --request-rate", f"{word!r} is no rate", "give a number above 0, or inf")
+    if not (LOWEST_RATE <= rate <= HIGHEST_RATE or word.lower() == "inf"):
+        advice = f"give a number from {LOWEST_RATE:g} to {HIGHEST_RATE:,}, or inf"
+        raise usage("bad value for --request-rate", f"{shorten(word)} is no rate", advice)
     return rate
 
 
 def _concurrency(word: str) -> int:
-    if not word.isascii() or not word.isdigit() or int(word) < 1:
-        raise usage("bad value for --max-concurrency", f"{word!r} is no count", "give a whole number above 0")
+    if not re.fullmatch("[0-9]{1,7}", word) or not 1 <= int(word) <= MOST_REQUESTS:
+        advice = f"give a whole number from 1 to {MOST_REQUESTS:,}"
+        raise usage("bad value for --max-concurrency", f"{shorten(word)} is no count", advice)
     return int(word)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.bench.limits import MOST_DRAWN_TOKENS
-from octavo.cli.errors import usage
+from octavo.cli.errors import shorten, usage
 from octavo.client.requests import GenerateFields, generate_request
 
 FEWEST_TOKENS = 4  # of a ShareGPT turn that counts, and
@@ -132,8 +132,8 @@ def _from_conversations(rows: Sequence[Any], count_tokens: CountTokens) -> Itera
 def _from_prompt(path: Path, number: int, row: Any, lengths: Lengths) -> Ask:
     fields = row if isinstance(row, dict) else {}
     num_output = fields.get("output_tokens") or lengths.num_output
-    if not isinstance(num_output, int) or num_output < 1:
-        raise _unusable(path, f"entry {number}: output_tokens is {num_output!r}, which is no count")
+    if not isinstance(num_output, int) or not 1 <= num_output <= MOST_DRAWN_TOKENS:
+        raise _unusable(path, f"entry {number}: output_tokens is {shorten(num_output)}, which is no count")
     if isinstance(fields.get("messages"), list) and all(isinstance(each, dict) for each in fields["messages"]):
         prompt = GenerateFields(messages=fields["messages"])
     else:
@@ -166,7 +166,7 @@ def _seconds(stamp: object) -> float:
     """Seconds from a date with a time, or from milliseconds."""
     if isinstance(stamp, int | float):
         if not abs(stamp) <= _LATEST_MS:
-            raise ValueError(f"timestamp: {stamp!r} is no time in milliseconds")
+            raise ValueError(f"timestamp: {shorten(stamp)} is no time in milliseconds")
         return stamp / 1000
     return datetime.fromisoformat(str(stamp)[:26]).timestamp()
 
@@ -175,10 +175,10 @@ def _count(row: Any, name: str) -> int:
     """Tokens; none count as one. Raises KeyError, TypeError, ValueError."""
     try:
         count = int(row[name])
-    except ValueError:
-        raise ValueError(f"{name}: {row[name]!r} is no number of tokens") from None
+    except (OverflowError, ValueError):
+        raise ValueError(f"{name}: {shorten(row[name])} is no number of tokens") from None
     if not 0 <= count <= MOST_DRAWN_TOKENS:
-        raise ValueError(f"{name}: {count} is no number of tokens from 0 to {MOST_DRAWN_TOKENS:,}")
+        raise ValueError(f"{name}: {shorten(count)} is no number of tokens from 0 to {MOST_DRAWN_TOKENS:,}")
     return count
 
 

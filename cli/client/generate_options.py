@@ -2,6 +2,7 @@
 
 Options come in groups: each attribute of a group is an option."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from octavo.cli.errors import usage
+from octavo.cli.errors import shorten, usage
 from octavo.cli.settings.groups import ClientSettings
 from octavo.cli.settings.options import PATH, given_path
+from octavo.cli.settings.setting import UINT32
 
 if TYPE_CHECKING:
     from octavo.client.requests import GenerateFields  # messages: not in every process of a service
@@ -85,17 +87,25 @@ def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str | None, 
 def _bias(word: str) -> tuple[int, float]:
     token, _, bias = word.partition("=")
     try:
-        return int(token), float(bias)
+        value = float(bias)
     except ValueError:
-        raise usage("bad logit bias", f"{word!r} is not ID=BIAS", "write it as 151643=-100") from None
+        value = math.nan
+    if not _is_id(token) or not math.isfinite(value):
+        raise usage("bad logit bias", f"--logit-bias is {shorten(word)}, not ID=BIAS", "write it as 151643=-100")
+    return int(token), value
 
 
 def parse_ids(text: str) -> list[int]:
     """Ids separated by commas or blanks. Raises CliError."""
     words = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise usage("bad token ids", f"{text!r} is not a list of numbers", "write them as 1,2,3")
+    if not words or not all(map(_is_id, words)):
+        raise usage("bad token ids", f"{shorten(text)} is not a list of token ids", "write them as 1,2,3")
     return [int(word) for word in words]
+
+
+def _is_id(word: str) -> bool:
+    """Whether it is a number that a request has room for."""
+    return word.isascii() and word.isdigit() and len(word) <= len(str(UINT32)) and int(word) <= UINT32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +153,19 @@ class OutputOptions:
     """What is sampled and what is told; see `cli.client.generate_options`."""
 
     num_outputs: Annotated[
-        int | None, typer.Option("--num-outputs", "-n", help="Outputs; all are printed when the last is complete.")
+        int | None,
+        typer.Option(
+            "--num-outputs", "-n", help="Outputs; all are printed when the last is complete.", min=1, max=UINT32
+        ),
     ] = None
-    min_tokens: Annotated[int | None, typer.Option("--min-tokens", help="No end before so many tokens.")] = None
+    min_tokens: Annotated[
+        int | None, typer.Option("--min-tokens", help="No end before so many tokens.", min=0, max=UINT32)
+    ] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False
     include_stop: Annotated[bool, typer.Option("--include-stop", help="Leave what ended the text in it.")] = False
-    typical_p: Annotated[float | None, typer.Option("--typical-p", help="Locally typical sampling, in (0, 1].")] = None
+    typical_p: Annotated[
+        float | None, typer.Option("--typical-p", help="Locally typical sampling, in (0, 1].", min=0, max=1)
+    ] = None
     bad_words: Annotated[
         list[str] | None, typer.Option("--bad-word", help="Never in the output; repeat for several.")
     ] = None
@@ -157,15 +174,19 @@ class OutputOptions:
     ] = None
     allowed_ids: Annotated[str | None, typer.Option("--allowed-ids", help="Only these token ids, 1,2,3.")] = None
     logprobs: Annotated[
-        int | None, typer.Option("--logprobs", help="Log-probabilities, and of so many likely tokens; with --json.")
+        int | None,
+        typer.Option(
+            "--logprobs", help="Log-probabilities, and of so many likely tokens; with --json.", min=0, max=UINT32
+        ),
     ] = None
     prompt_logprobs: Annotated[
-        int | None, typer.Option("--prompt-logprobs", help="The same of the prompt; with --json.")
+        int | None, typer.Option("--prompt-logprobs", help="The same of the prompt; with --json.", min=0, max=UINT32)
     ] = None
     echo: Annotated[bool, typer.Option("--echo", help="Begin with the prompt.")] = False
     return_prompt: Annotated[
         bool, typer.Option("--return-prompt", help="Tell the rendered prompt and its ids; with --json.")
     ] = False
     truncate_prompt_tokens: Annotated[
-        int | None, typer.Option("--truncate-prompt-tokens", help="Keep so many last tokens of the prompt.")
+        int | None,
+        typer.Option("--truncate-prompt-tokens", help="Keep so many last tokens of the prompt.", min=1, max=UINT32),
     ] = None

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from octavo.cli.settings.setting import Host, Names, Settings, setting
+from octavo.cli.settings.setting import DAY_MS, INT32, MANY, MOST_SECONDS, Host, Names, Settings, setting
 
 
 class AddressSettings(Settings):
@@ -55,54 +55,78 @@ class ListenSettings(AdminPortSettings, AddressSettings):
 class LimitSettings(Settings):
     """What callers may ask of one gateway process."""
 
-    max_requests: int = setting(4096, "Outputs in flight, per gateway", panel="Limits", ge=1)
+    max_requests: int = setting(4096, "Outputs in flight, per gateway", panel="Limits", ge=1, le=MANY)
     max_service_requests: int | None = setting(
         None,
         "Outputs in flight at all gateways together, those of the others as they told them last; unset: any",
         panel="Limits",
         ge=1,
+        le=MANY,
     )
-    max_prompt_bytes: int = setting(2 * 2**20, "Bytes of a prompt's text or rendered chat", panel="Limits", ge=1)
-    max_message_bytes: int = setting(4 * 2**20, "Bytes of a gRPC message", panel="Limits", ge=1024)
-    max_streams_per_connection: int = setting(512, "Calls in flight on one connection", panel="Limits", ge=1)
+    max_prompt_bytes: int = setting(
+        2 * 2**20, "Bytes of a prompt's text or rendered chat", panel="Limits", ge=1, le=INT32
+    )
+    max_message_bytes: int = setting(4 * 2**20, "Bytes of a gRPC message", panel="Limits", ge=1024, le=INT32)
+    max_streams_per_connection: int = setting(512, "Calls in flight on one connection", panel="Limits", ge=1, le=MANY)
     pause_pending_tokens: int = setting(
-        512, "Tokens that a slow reader may leave unread before its output is paused", panel="Limits", ge=1
+        512, "Tokens that a slow reader may leave unread before its output is paused", panel="Limits", ge=1, le=INT32
     )
     max_pending_tokens: int = setting(
-        16384, "Tokens that a slow reader may leave unread before its stream ends", panel="Limits", ge=1
+        16384, "Tokens that a slow reader may leave unread before its stream ends", panel="Limits", ge=1, le=INT32
     )
-    write_stall_s: float = setting(30.0, "Seconds that one message may wait for its reader", panel="Limits", gt=0)
-    pushback_ms: int = setting(500, "Milliseconds after which refused callers are told to retry", panel="Limits", ge=0)
-    tokenizer_threads: int = setting(2, "Threads that tokenize, per gateway", panel="Limits", ge=1)
+    write_stall_s: float = setting(
+        30.0, "Seconds that one message may wait for its reader", panel="Limits", gt=0, le=MOST_SECONDS
+    )
+    pushback_ms: int = setting(
+        500, "Milliseconds after which refused callers are told to retry", panel="Limits", ge=0, le=DAY_MS
+    )
+    tokenizer_threads: int = setting(2, "Threads that tokenize, per gateway", panel="Limits", ge=1, le=1024)
     template_cpu_s: float = setting(
-        2.0, "Seconds of CPU time that a checkpoint's template may take for one chat", panel="Limits", gt=0
+        2.0,
+        "Seconds of CPU time that a checkpoint's template may take for one chat",
+        panel="Limits",
+        gt=0,
+        le=MOST_SECONDS,
     )
-    keepalive_time_s: float = setting(20.0, "Seconds of silence before a client is pinged", panel="Limits", gt=0)
-    keepalive_timeout_s: float = setting(10.0, "Seconds to wait for the answer to a ping", panel="Limits", gt=0)
+    keepalive_time_s: float = setting(
+        20.0, "Seconds of silence before a client is pinged", panel="Limits", gt=0, le=MOST_SECONDS
+    )
+    keepalive_timeout_s: float = setting(
+        10.0, "Seconds to wait for the answer to a ping", panel="Limits", gt=0, le=MOST_SECONDS
+    )
     max_connections: int | None = setting(
         None,
         "Callers' connections, per gateway; unset: what ulimit -n has room for, 8192 at most",
         panel="Limits",
         ge=1,
+        le=MANY,
     )
     max_connections_per_peer: int | None = setting(
-        None, "Connections of one address, per gateway; unset: half of all", panel="Limits", ge=1
+        None, "Connections of one address, per gateway; unset: half of all", panel="Limits", ge=1, le=MANY
     )
     max_connection_idle_s: float = setting(
-        300.0, "Seconds without a call after which a connection is closed", panel="Limits", gt=0
+        300.0, "Seconds without a call after which a connection is closed", panel="Limits", gt=0, le=MOST_SECONDS
     )
 
 
 class SupervisionSettings(Settings):
     """When a gateway gives up a worker."""
 
-    heartbeat_timeout_s: float = setting(5.0, "Seconds of silence after which a worker is lost", panel="Faults", gt=0)
-    stall_timeout_s: float = setting(30.0, "Seconds without a step, with work, that end a worker", panel="Faults", gt=0)
+    heartbeat_timeout_s: float = setting(
+        5.0, "Seconds of silence after which a worker is lost", panel="Faults", gt=0, le=MOST_SECONDS
+    )
+    stall_timeout_s: float = setting(
+        30.0, "Seconds without a step, with work, that end a worker", panel="Faults", gt=0, le=MOST_SECONDS
+    )
     max_migrations: int = setting(
-        3, "Times that an output goes on at another worker when its own is lost; 0: never", panel="Faults", ge=0
+        3,
+        "Times that an output goes on at another worker when its own is lost; 0: never",
+        panel="Faults",
+        ge=0,
+        le=MANY,
     )
     migration_timeout_s: float = setting(
-        60.0, "Seconds that such an output waits for a worker of its model", panel="Faults", gt=0
+        60.0, "Seconds that such an output waits for a worker of its model", panel="Faults", gt=0, le=MOST_SECONDS
     )
 
 

@@ -23,7 +23,7 @@ from octavo.cli.settings.model import (
     OracleSettings,
     SchedulingSettings,
 )
-from octavo.cli.settings.setting import Host, Names, Settings, setting
+from octavo.cli.settings.setting import INT32, MOST_SECONDS, UINT32, Host, Names, Settings, setting
 
 
 class ProcessSettings(Settings):
@@ -36,7 +36,9 @@ class ProcessSettings(Settings):
         "", "Word that workers must give to gateways; set it through the environment; serve draws one", panel="Workers",
         secrecy="secret",
     )  # fmt: skip
-    drain_grace_s: float = setting(30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0)
+    drain_grace_s: float = setting(
+        30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0, le=MOST_SECONDS
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe log lines", panel="Process")
     log_format: Literal["auto", "console", "json"] = setting(
         "auto", "Log lines for people (console) or programs (json); auto looks at the terminal", panel="Process"
@@ -81,15 +83,22 @@ class WorkerMetricsSettings(MetricsHostSettings):
 class WorkerWatchSettings(WorkerMetricsSettings):
     """What a worker reports about itself, and how it watches itself."""
 
-    heartbeat_interval_s: float = setting(0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0)
+    heartbeat_interval_s: float = setting(
+        0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0, le=MOST_SECONDS
+    )
     stall_exit_s: float = setting(
-        40.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
+        40.0,
+        "Seconds without a step, with work, after which a worker ends itself",
+        panel="Faults",
+        gt=0,
+        le=MOST_SECONDS,
     )
     audit_every_steps: int = setting(
         1000,
         "Engine steps between two audits of pools up to 16,384 KV blocks, beside those without work; 0: no audits",
         panel="Watching",
         ge=0,
+        le=INT32,
     )
 
 
@@ -140,7 +149,7 @@ class FrontSettings(ProcessSettings, FrontAddressSettings):
     front_target: Names = setting((), "Where the gateways are", panel="Addresses", visibility="hidden")
     tls_cert_file: Path | None = setting(None, "Certificate chain (PEM); with it it speaks HTTPS", panel="Access")
     tls_key_file: Path | None = setting(None, "Key of that certificate (PEM)", panel="Access")
-    max_message_bytes: int = setting(4 * 2**20, "Bytes of a request", panel="Limits", ge=1024)
+    max_message_bytes: int = setting(4 * 2**20, "Bytes of a request", panel="Limits", ge=1024, le=INT32)
 
 
 class ServeSettings(
@@ -186,14 +195,14 @@ class ServeSettings(
         panel="Service",
     )
     autoscale_queue_s: float = setting(
-        2.0, "Seconds of waiting beyond which there shall be more workers", panel="Service", gt=0
+        2.0, "Seconds of waiting beyond which there shall be more workers", panel="Service", gt=0, le=MOST_SECONDS
     )
     autoscale_usage: float = setting(
         0.8, "Share of KV blocks, or of running outputs, beyond which there shall be more", panel="Service", gt=0, le=1
     )
-    autoscale_up_s: float = setting(15.0, "Seconds between two steps up", panel="Service", ge=0)
+    autoscale_up_s: float = setting(15.0, "Seconds between two steps up", panel="Service", ge=0, le=MOST_SECONDS)
     autoscale_down_s: float = setting(
-        300.0, "Seconds of quiet before a worker goes, and between two that go", panel="Service", ge=0
+        300.0, "Seconds of quiet before a worker goes, and between two that go", panel="Service", ge=0, le=MOST_SECONDS
     )
     workers: int = setting(1, "Workers of each model", panel="Service", ge=1, le=64)
     gateways: int | None = setting(
@@ -204,7 +213,9 @@ class ServeSettings(
         ge=1,
         le=64,
     )
-    startup_timeout_s: float = setting(600.0, "Seconds until the service must be ready", panel="Service", gt=0)
+    startup_timeout_s: float = setting(
+        600.0, "Seconds until the service must be ready", panel="Service", gt=0, le=MOST_SECONDS
+    )
 
     @property
     def num_gateways(self) -> int:
@@ -229,28 +240,32 @@ class ModelNameSettings(Settings):
 class RequestSettings(ModelNameSettings, CallSettings):
     """`octavo embed`: a request of any kind."""
 
-    timeout_s: float | None = setting(None, "Deadline of a request in seconds; unset: none", panel="Request", gt=0)
+    timeout_s: float | None = setting(
+        None, "Deadline of a request in seconds; unset: none", panel="Request", gt=0, le=MOST_SECONDS
+    )
 
 
 class ClientSettings(RequestSettings):
     """`octavo chat` and `octavo generate`."""
 
     max_tokens: int | None = setting(
-        None, "Tokens to generate at most; unset: to the end of the context", panel="Request", ge=1, le=2**32 - 1
+        None, "Tokens to generate at most; unset: to the end of the context", panel="Request", ge=1, le=UINT32
     )
-    temperature: float | None = setting(None, "0 is greedy; unset: the model's default", panel="Request", ge=0)
+    temperature: float | None = setting(None, "0 is greedy; unset: the model's default", panel="Request", ge=0, le=100)
     top_p: float | None = setting(None, "Keep the most probable tokens that reach this", panel="Request", gt=0, le=1)
     top_k: int | None = setting(
-        None, "Keep this many most probable tokens; 0 keeps all", panel="Request", ge=0, le=2**32 - 1
+        None, "Keep this many most probable tokens; 0 keeps all", panel="Request", ge=0, le=UINT32
     )
     min_p: float | None = setting(
         None, "Drop tokens less probable than this times the best", panel="Request", ge=0, le=1
     )
     top_n_sigma: float | None = setting(
-        None, "Drop tokens so many standard deviations below the best; 0 keeps all", panel="Request", ge=0
+        None, "Drop tokens so many standard deviations below the best; 0 keeps all", panel="Request", ge=0, le=100
     )
     seed: int | None = setting(None, "The same seed gives the same tokens", panel="Request", ge=0, le=2**64 - 1)
-    repetition_penalty: float | None = setting(None, "Divides logits of tokens seen; 1 is off", panel="Request", gt=0)
+    repetition_penalty: float | None = setting(
+        None, "Divides logits of tokens seen; 1 is off", panel="Request", gt=0, le=100
+    )
     stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")
 
 

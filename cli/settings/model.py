@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from octavo.cli.settings.setting import Names, Settings, setting
+from octavo.cli.settings.setting import DAY_MS, INT32, MANY, MOST_SECONDS, Names, Settings, setting
 from octavo.grammar.limits import GrammarLimits
 
 DEFAULT_MODEL = "folio-chat"
@@ -13,7 +13,9 @@ MIB = 1024 * 1024
 class ConstraintSettings(Settings):
     """How large a constraint may be; gateways refuse more, and workers compile no more."""
 
-    max_schema_bytes: int = setting(65_536, "Bytes of a JSON schema, EBNF grammar or tools", panel=PANEL, ge=1)
+    max_schema_bytes: int = setting(
+        65_536, "Bytes of a JSON schema, EBNF grammar or tools", panel=PANEL, ge=1, le=INT32
+    )
     max_schema_depth: int = setting(16, "Schemas inside schemas", panel=PANEL, ge=1, le=64)
 
     @property
@@ -26,7 +28,7 @@ class ConstraintCheckSettings(ConstraintSettings):
     """Constraints on a gateway."""
 
     constraint_timeout_s: float = setting(
-        2.0, "Seconds of CPU time that checking a constraint may take", panel=PANEL, gt=0
+        2.0, "Seconds of CPU time that checking a constraint may take", panel=PANEL, gt=0, le=MOST_SECONDS
     )
 
 
@@ -34,11 +36,11 @@ class GrammarSettings(ConstraintSettings):
     """Constraints on a worker."""
 
     grammar_timeout_s: float = setting(
-        10.0, "Seconds that a request waits for its constraint to be compiled", panel=PANEL, gt=0
+        10.0, "Seconds that a request waits for its constraint to be compiled", panel=PANEL, gt=0, le=MOST_SECONDS
     )
-    grammar_threads: int = setting(2, "Threads that compile constraints, per worker", panel=PANEL, ge=1)
-    grammar_cache_entries: int = setting(256, "Compiled constraints that a worker keeps", panel=PANEL, ge=0)
-    grammar_cache_bytes: int = setting(256 * MIB, "Bytes that they may take, estimated", panel=PANEL, ge=0)
+    grammar_threads: int = setting(2, "Threads that compile constraints, per worker", panel=PANEL, ge=1, le=1024)
+    grammar_cache_entries: int = setting(256, "Compiled constraints that a worker keeps", panel=PANEL, ge=0, le=MANY)
+    grammar_cache_bytes: int = setting(256 * MIB, "Bytes that they may take, estimated", panel=PANEL, ge=0, le=2**50)
 
 
 class ModelSettings(Settings):
@@ -76,7 +78,7 @@ class ModelSettings(Settings):
     )
     attention_backend: str = setting("auto", "Attention backend: auto, reference or sdpa", panel="Model")
     max_model_len: int | None = setting(
-        None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1
+        None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1, le=2**24
     )
     num_threads: int | None = setting(
         None,
@@ -99,7 +101,7 @@ class ModelSettings(Settings):
         "off", "Report the first layer whose activations exceed a limit or turn NaN or infinite; slow", panel="Model"
     )
     check_numerics_limit: float | None = setting(
-        None, "The limit; unset: half of what the type can hold, at most a million", panel="Model", gt=0
+        None, "The limit; unset: half of what the type can hold, at most a million", panel="Model", gt=0, le=1e38
     )
 
 
@@ -109,7 +111,9 @@ class MemorySettings(Settings):
     memory_fraction: float = setting(
         0.9, "Part of the memory that is free after loading which the KV pool takes", panel="Memory", gt=0, le=1
     )
-    num_blocks: int | None = setting(None, "KV blocks, instead of sizing the pool from memory", panel="Memory", ge=1)
+    num_blocks: int | None = setting(
+        None, "KV blocks, instead of sizing the pool from memory", panel="Memory", ge=1, le=2**26
+    )
     host_kv_gib: float | None = setting(
         None,
         "Host memory for KV blocks that the device has no room for, in GiB, per worker; 0: none; unset: on GPUs a "
@@ -133,17 +137,18 @@ class MemorySettings(Settings):
 class SchedulingSettings(Settings):
     """How much runs at once."""
 
-    max_num_seqs: int = setting(256, "Requests that run at once, per worker", panel="Scheduling", ge=1)
-    max_waiting: int = setting(1024, "Requests that wait besides; more are refused", panel="Scheduling", ge=0)
+    max_num_seqs: int = setting(256, "Requests that run at once, per worker", panel="Scheduling", ge=1, le=65_536)
+    max_waiting: int = setting(1024, "Requests that wait besides; more are refused", panel="Scheduling", ge=0, le=MANY)
     max_batch_tokens: int | None = setting(
         None,
         "Tokens of one engine step; unset: 8192 on a GPU, 512 on a CPU, where a long step would stall who decodes, "
         "or max_num_seqs where that is more",
         panel="Scheduling",
         ge=1,
+        le=2**20,
     )
     max_chunk_tokens: int | None = setting(
-        None, "Prompt tokens of one request in one step; unset: the whole step", panel="Scheduling", ge=1
+        None, "Prompt tokens of one request in one step; unset: the whole step", panel="Scheduling", ge=1, le=2**20
     )
     max_gap_ms: float | None = setting(
         None,
@@ -153,19 +158,26 @@ class SchedulingSettings(Settings):
         panel="Scheduling",
         ge=0,
         allow_inf_nan=False,
+        le=DAY_MS,
     )
-    aging_s: float = setting(10.0, "Seconds of waiting after which a request goes first", panel="Scheduling", ge=0)
+    aging_s: float = setting(
+        10.0, "Seconds of waiting after which a request goes first", panel="Scheduling", ge=0, le=MOST_SECONDS
+    )
 
 
 class OracleSettings(Settings):
     """A worker without a model, for tests of the system: tokens are hashes of what the block tables hold."""
 
     runner: Literal["torch", "oracle"] = setting("torch", "What executes the steps", panel="Tests", visibility="hidden")
-    oracle_vocab_size: int = setting(1000, "Token ids of the oracle", panel="Tests", visibility="hidden", ge=2)
-    oracle_step_delay_s: float = setting(0.0, "Seconds of an oracle step", panel="Tests", visibility="hidden", ge=0)
+    oracle_vocab_size: int = setting(
+        1000, "Token ids of the oracle", panel="Tests", visibility="hidden", ge=2, le=INT32
+    )
+    oracle_step_delay_s: float = setting(
+        0.0, "Seconds of an oracle step", panel="Tests", visibility="hidden", ge=0, le=MOST_SECONDS
+    )
     oracle_eos_every: int | None = setting(
-        None, "One token in so many ends the oracle's output", panel="Tests", visibility="hidden", ge=1
+        None, "One token in so many ends the oracle's output", panel="Tests", visibility="hidden", ge=1, le=INT32
     )
     preempt_every_steps: int | None = setting(
-        None, "Every so many steps a request gives way without need", panel="Tests", visibility="hidden", ge=2
+        None, "Every so many steps a request gives way without need", panel="Tests", visibility="hidden", ge=2, le=INT32
     )

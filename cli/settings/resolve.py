@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from octavo.cli.errors import did_you_mean, usage
+from octavo.cli.errors import did_you_mean, shorten, usage
 from octavo.cli.settings.setting import Settings, flag_of, help_of, read_environment, variable_of
 from octavo.wire.regular_file import read_regular
 
@@ -101,10 +101,11 @@ def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
     except OSError as error:
         advice = "let this user read it, or give another with --config"
         raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise usage(
-            f"{path} is not TOML", str(error), "mend the file; `octavo config show` prints what is read"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        advice = "mend the file; `octavo config show` prints what is read"
+        too_long = type(error) is ValueError  # of int(), whose words are for programmers
+        why = "a number in it has too many digits" if too_long else str(error)
+        raise usage(f"{path} is not TOML", why, advice) from None
     for key in content:
         if key not in known_keys:
             advice = did_you_mean(key, known_keys, otherwise="`octavo config show` lists every key")
@@ -146,11 +147,11 @@ def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Orig
         where = origins[name].where if name in origins else ""
         field = group.model_fields.get(name)
         is_secret = field is not None and help_of(field).secrecy == "secret"
-        given = "(hidden)" if is_secret else values.get(name)
+        given = "(hidden)" if is_secret else shorten(values.get(name))
         said = first["msg"].removeprefix("Value error, ")  # added for errors of our own validators
         complaint = said[0].lower() + said[1:]
         raise usage(
             f"bad value for {flag_of(name)}",
-            f"{where or flag_of(name)} is {given!r}: {complaint}",
+            f"{where or flag_of(name)} is {given}: {complaint}",
             field.description if field and field.description else "see --help",
         ) from None

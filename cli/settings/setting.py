@@ -14,6 +14,11 @@ from pydantic.fields import FieldInfo
 ENV_PREFIX = "OCTAVO_"
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 
+INT32, UINT32 = 2**31 - 1, 2**32 - 1
+MANY = 1_000_000  # more than any host has of what is counted
+MOST_SECONDS = 2_000_000  # 23 days: gRPC and ZeroMQ count milliseconds in 32 bits
+DAY_MS = 86_400_000
+
 
 class Settings(BaseModel):
     """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources."""
@@ -63,7 +68,8 @@ class SettingHelp:
 def setting(
     default: Any, description: str, *, panel: str, visibility: str = "shown", secrecy: str = "open", **limits: Any
 ) -> Any:
-    """A field of a settings group. `limits` are pydantic's (ge, le, gt, lt)."""
+    """A field of a settings group. `limits` are pydantic's (ge, le, gt, lt); every number has one above and one below,
+    so that none ends in what a library says of it."""
     help_ = SettingHelp(panel=panel, visibility=visibility, secrecy=secrecy)
     return Field(default, description=description, json_schema_extra={"setting": help_}, **limits)  # type: ignore[dict-item]
 

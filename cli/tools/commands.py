@@ -131,7 +131,9 @@ def sizing(
         list[float] | None,
         typer.Option(help="GiB of one device; repeat; unset: 16, 24, 48, 80, 141.", min=0.1, max=1e6),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a stream, prompt and output together.", min=1)] = 4096,
+    context: Annotated[
+        int, typer.Option(help="Tokens of a stream, prompt and output together.", min=1, max=2**24)
+    ] = 4096,
     quantization: Annotated[str, typer.Option(help="none, int8, fp8 or int8-weights, as of serve.")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto or fp8, as of serve.")] = "auto",
     memory_fraction: Annotated[float, typer.Option(help="As of serve.", min=0.05, max=1.0)] = 0.9,
@@ -176,11 +178,15 @@ _AttentionBackend = Annotated[
     str | None, typer.Option(help="reference or sdpa; unset: as served.", rich_help_panel=AS_SERVED)
 ]
 _ModelLen = Annotated[
-    int | None, typer.Option(help="End of the context; unset: the model's.", min=8, rich_help_panel=AS_SERVED)
+    int | None,
+    typer.Option(help="End of the context; unset: the model's.", min=8, max=2**24, rich_help_panel=AS_SERVED),
 ]
 _Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024, rich_help_panel=AS_SERVED)]
 _Ranks = Annotated[
-    int, typer.Option("--tensor-parallel-size", help="Processes with a part each.", min=1, rich_help_panel=AS_SERVED)
+    int,
+    typer.Option(
+        "--tensor-parallel-size", help="Processes with a part each.", min=1, max=64, rich_help_panel=AS_SERVED
+    ),
 ]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")]
 _Backends = Annotated[

@@ -168,6 +168,32 @@ def test_a_mistake_is_told_in_three_lines(
     assert error_lines(capsys) == lines
 
 
+def own_numbers() -> list[tuple[list[str], str]]:
+    """Every number among the options of every command that is no setting."""
+    found = []
+    for path in every_command():
+        command = get_command(app)
+        for name in path:
+            command = command.commands[name]  # type: ignore[attr-defined]
+        for each in command.params:
+            kind = str(getattr(each, "type_descriptor", None) and each.type_descriptor.annotation)
+            if ("int" in kind or "float" in kind) and each.name not in ALL_KEYS:
+                found.append((path, max(each.opts, key=len)))
+    assert len(found) == 20
+    return found
+
+
+@pytest.mark.parametrize("value", ["-1e300", "-1", "nan", 400 * "9", 5000 * "9"], ids=lambda value: value[:6])
+@pytest.mark.parametrize(("path", "flag"), own_numbers(), ids=str)
+def test_a_number_that_cannot_be_is_told_by_its_flag(
+    path: list[str], flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"generate": ["x"], "cancel": ["r"], "scale": ["2"], "verify": ["folio-chat", "--check-numerics"]}
+    assert main([*path, *words.get(path[-1], []), f"{flag}={value}"]) == 2
+    assert flag in (told := capsys.readouterr().err)
+    assert len(told) < 700
+
+
 def path_options() -> list[tuple[list[str], str]]:
     """Every option of every command that help shows a path for."""
     found = []

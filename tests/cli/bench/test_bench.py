@@ -122,6 +122,10 @@ def test_requests_that_fail_are_counted_by_their_reason(service: Service, tmp_pa
     [
         (["--request-rate=0"], ["error: bad value for --request-rate", "'0' is no rate"]),
         (["--request-rate=1,fast"], ["error: bad value for --request-rate", "'fast' is no rate"]),
+        (["--request-rate=1e-300"], ["error: bad value for --request-rate", "'1e-300' is no rate"]),
+        (["--request-rate=1e300"], ["error: bad value for --request-rate", "'1e300' is no rate"]),
+        (["--max-concurrency=99999999"], ["error: bad value for --max-concurrency", "'99999999' is no count"]),
+        (["--burstiness=1e300"], ["error: bad value for --burstiness", "--burstiness is 1e+300"]),
         (["--max-concurrency=0"], ["error: bad value for --max-concurrency", "'0' is no count"]),
         (["--burstiness=0"], ["error: bad value for --burstiness", "--burstiness is 0"]),
         (["--burstiness=inf", "--request-rate=1"], ["error: bad value for --burstiness", "--burstiness is inf"]),

@@ -90,6 +90,11 @@ def test_a_trace_has_lengths_and_times_and_is_never_repeated(text: str, tmp_path
         (b'[{"conversations": []}]', "no entry of it is of use"),
         (b'{"prompt": "x"}\n{"answer": "y"}', "entry 2 has no prompt, messages or turns"),
         (b'{"prompt": "x", "output_tokens": "many"}', "entry 1: output_tokens is 'many', which is no count"),
+        (b'{"prompt": "x", "output_tokens": 1000001}', "entry 1: output_tokens is 1000001, which is no count"),
+        (
+            b'{"timestamp": 0, "input_length": Infinity, "output_length": 4}',
+            "entry 1: input_length: inf is no number of tokens",
+        ),
         (b'{"turns": []}', "entry 1 has no prompt, messages or turns"),
         (b'{"turns": 5}', "entry 1 has no prompt, messages or turns"),
         (b'[{"conversations": 5}]', "no entry of it is of use"),

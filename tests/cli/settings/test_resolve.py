@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from octavo.cli.errors import CliError
-from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, ServeSettings
+from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, AllSettings, FrontSettings, ServeSettings
 from octavo.cli.settings.resolve import Origin, Source, read_file, resolve
 from octavo.cli.settings.setting import Settings, flag_of, variable_of
 
@@ -97,6 +97,8 @@ def test_a_key_of_another_command_is_no_error_and_a_mistyped_one_is(tmp_path: Pa
         ("port = [", "is not TOML"),
         ("port = " + 5000 * "[", "is not TOML"),
         ("port = 70000", "bad value for --port"),
+        ("port = " + 5000 * "9", "is not TOML"),
+        (f"keepalive_time_s = {10**400}", "bad value for --keepalive-time-s"),
         ("prefix_cache = 'maybe'", "bad value for --prefix-cache"),
         ("drain_grace_s = inf", "bad value for --drain-grace-s"),
         ("aging_s = nan", "bad value for --aging-s"),
@@ -116,6 +118,39 @@ def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: st
     assert what in caught.value.what
     assert str(path) in caught.value.what + caught.value.numbers
     assert caught.value.exit_code == 2
+
+
+def test_what_is_said_of_a_very_long_value_can_be_read(tmp_path: Path) -> None:
+    for text in ("port = " + 5000 * "9", "port = " + 4000 * "9", "device = '" + 5000 * "x" + "'\nport = 'x'"):
+        with pytest.raises(CliError) as caught:
+            resolve(ServeSettings, {}, file=write(tmp_path, text), known_keys=ALL_KEYS)
+        assert len(caught.value.numbers) < 500
+        assert "set_int_max_str_digits" not in caught.value.numbers
+
+
+def numbers_of(group: type[Settings]) -> list[str]:
+    """The settings of a group that are numbers."""
+    fields = group.model_fields.items()
+    return [name for name, field in fields if {int, float} & {field.annotation, *get_args(field.annotation)}]
+
+
+def what_is_said_of(group: type[Settings], name: str, value: object) -> str:
+    """The first line, or nothing where the value is taken."""
+    try:
+        resolve(group, {name: value})
+    except CliError as refused:
+        return refused.what
+    return ""
+
+
+@pytest.mark.parametrize("value", [10**11, 10**400, 1e300, -1e300, "nan", "9" * 5000], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("group", [AllSettings, FrontSettings])
+def test_a_number_that_no_host_could_have_is_refused_by_its_flag(group: type[Settings], value: object) -> None:
+    high = {"seed", "max_tokens", "top_k", "check_numerics_limit", "grammar_cache_bytes"}  # they may be that large
+    names = [name for name in numbers_of(group) if value != 10**11 or name not in high]
+    assert {name: what_is_said_of(group, name, value) for name in names} == {
+        name: f"bad value for {flag_of(name)}" for name in names
+    }
 
 
 def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
