@@ -34,8 +34,8 @@ prefix_cache = "on"
 ```
 
 Settings that take several values are a repeated flag, a comma-separated variable, a list in the file. An unknown key
-is an error, so is an empty path; an empty variable sets nothing. Units are in the names: `_s` seconds, `_ms`
-milliseconds, `_bytes`, `_tokens`.
+is an error, so is an empty path; an empty variable sets nothing. A path may begin with `~`, the home folder. Units are
+in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`.
 """
 
 

@@ -10,6 +10,7 @@ from octavo.cli.settings.access import AccessSettings
 from octavo.cli.settings.addresses import default_endpoint, join_address
 from octavo.cli.settings.groups import GatewaySettings, ServeSettings
 from octavo.cli.settings.model_names import model_ports, name_of_model
+from octavo.cli.settings.setting import expanded
 from octavo.gateway.auth.authenticator import Scope
 from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import (
@@ -142,12 +143,21 @@ def _page_config(settings: GatewaySettings) -> PageConfig | None:
     return PageConfig(host=settings.page_host, port=settings.page_port, names=settings.page_name)
 
 
+def _key_file(text: str) -> Path:
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise usage(
+            "bad value for --allowed-worker-keys", f"{text!r}: {error}", "name a file of a public key"
+        ) from None
+
+
 def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:
     return WorkerPoolConfig(
         endpoints=settings.worker_endpoint or (default_endpoint(settings.run_dir),),
         registration_token=settings.registration_token,
         server_key_file=settings.gateway_key_file,
-        allowed_key_files=tuple(Path(each) for each in settings.allowed_worker_keys),
+        allowed_key_files=tuple(map(_key_file, settings.allowed_worker_keys)),
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
         max_migrations=settings.max_migrations,

@@ -16,7 +16,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from octavo.cli.settings.resolve import resolve
-from octavo.cli.settings.setting import Settings, choices_of, flag_of, help_of, variable_of
+from octavo.cli.settings.setting import Settings, choices_of, expanded, flag_of, help_of, variable_of
 
 CONFIG_HELP = "Configuration file (TOML). (OCTAVO_CONFIG; else ./octavo.toml where it exists)"
 
@@ -50,11 +50,14 @@ def with_settings(
 
 
 def given_path(text: str | Path) -> Path:
-    """Parses a path option that is not a setting. Raises typer.BadParameter if it is empty, as with an unset variable
-    in quotes; Path would take that for the working directory."""
+    """Parses a path option that is not a setting, as those are. Raises typer.BadParameter if it is empty, as with an
+    unset variable in quotes; Path would take that for the working directory."""
     if not str(text):
         raise typer.BadParameter("it is empty: give a path, or leave it out")
-    return Path(text)
+    try:
+        return expanded(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def shown(value: object) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from octavo.cli.errors import did_you_mean, shorten, usage
-from octavo.cli.settings.setting import Settings, flag_of, help_of, read_environment, variable_of
+from octavo.cli.settings.setting import Settings, expanded, flag_of, help_of, read_environment, variable_of
 from octavo.wire.regular_file import read_regular
 
 DEFAULT_FILE = Path("octavo.toml")
@@ -85,9 +85,13 @@ def find_file(given: Path | None) -> Path | None:
 
     Raises CliError if a file that was asked for does not exist.
     """
-    asked = given or (Path(os.environ["OCTAVO_CONFIG"]) if os.environ.get("OCTAVO_CONFIG") else None)
-    if asked is None:
+    named = os.environ.get("OCTAVO_CONFIG")
+    if given is None and not named:
         return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+    try:
+        asked = given or expanded(named or "")
+    except ValueError as error:
+        raise usage("no configuration file", f"OCTAVO_CONFIG is {named!r}: {error}", "name an existing file") from None
     if not (asked.is_file() or asked.is_fifo()):
         raise usage("no configuration file", f"{asked} is not a file", "give an existing file with --config")
     return asked

@@ -52,7 +52,17 @@ class Settings(BaseModel):
                 raise ValueError("a path should not be empty; leave it out instead")
             if "\0" in value:
                 raise ValueError("a path should have no NUL in it")
+            return expanded(value)
         return value
+
+
+def expanded(text: str) -> Path:
+    """The path, with the home folder in place of a leading ~, as a shell has it. A configuration file, a variable and
+    `--flag=~/x` come without. Raises ValueError if it is of nobody."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("there is no such home folder; write the path out") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

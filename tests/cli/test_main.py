@@ -219,6 +219,16 @@ def test_an_empty_path_is_told_by_its_flag(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_options_that_are_no_settings_take_the_home_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main(["keys", "new", "w", "--folder=~/keys"]) == 0
+    assert sorted(path.name for path in (tmp_path / "home" / "keys").iterdir()) == ["w.key", "w.pub"]
+    assert main(["keys", "new", "w", "--folder=~nobody-of-that-name/keys"]) == 2
+    assert "'--folder': there is no such home folder" in capsys.readouterr().err
+
+
 def test_nobody_to_talk_to_is_told_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--port", "1", "--timeout-s", "60"]) == 1
     lines = error_lines(capsys)

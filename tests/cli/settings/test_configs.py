@@ -60,6 +60,14 @@ def test_a_gateway_has_a_page_where_that_is_asked_for(given: dict[str, object], 
     assert gateway_config(GatewaySettings(**given)).page == page  # type: ignore[arg-type]
 
 
+def test_keys_of_workers_may_be_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/me")
+    config = gateway_config(GatewaySettings(allowed_worker_keys=("~/a.pub", "b.pub")))
+    assert config.workers.allowed_key_files == (Path("/home/of/me/a.pub"), Path("b.pub"))
+    with pytest.raises(CliError, match="bad value for --allowed-worker-keys: '~nobody-of-that-name/a': there is no"):
+        gateway_config(GatewaySettings(allowed_worker_keys=("~nobody-of-that-name/a",)))
+
+
 def test_settings_left_alone_give_the_workers_own_defaults() -> None:
     expected = WorkerConfig(model="folio-chat", gateway_endpoints=(default_endpoint(RUN_DIR),), device="cpu")
     assert worker_config(WorkerSettings(run_dir=RUN_DIR, device="cpu")) == expected

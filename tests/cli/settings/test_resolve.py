@@ -255,6 +255,31 @@ def paths() -> list[tuple[type[Settings], str]]:
 
 
 @pytest.mark.parametrize(("group", "name"), paths())
+def test_a_path_may_begin_with_the_home_folder_wherever_it_is_written(
+    group: type[Settings], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/of/me")
+    file = write(tmp_path, f'{name} = "~/a"')
+    assert getattr(resolve(group, {}, file=file).settings, name) == Path("/home/of/me/a")
+    assert getattr(resolve(group, {name: "~"}).settings, name) == Path("/home/of/me")
+    monkeypatch.setenv(variable_of(name), "a/~")
+    assert getattr(resolve(group, {}).settings, name) == Path("a/~")
+    with pytest.raises(CliError, match=f"{flag_of(name)} is '~nobody-of-that-name/a': there is no such home folder"):
+        resolve(group, {name: "~nobody-of-that-name/a"})
+
+
+def test_the_configuration_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "port = 7")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("OCTAVO_CONFIG", "~/octavo.toml")
+    assert resolve(ServeSettings, {}).settings.port == 7
+    monkeypatch.setenv("OCTAVO_CONFIG", "~nobody-of-that-name/octavo.toml")
+    with pytest.raises(CliError, match=r"OCTAVO_CONFIG is '~nobody-of-that-name/octavo\.toml': there is no such home"):
+        resolve(ServeSettings, {})
+
+
+@pytest.mark.parametrize(("group", "name"), paths())
 def test_an_empty_path_is_refused_by_its_name_and_an_empty_variable_is_none(
     group: type[Settings], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
