@@ -89,6 +89,7 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
         serves_on_gpu,
         warn_of_variables,
     )
+    from octavo.cli.settings.model_names import check_revision
     from octavo.cli.settings.setting import variable_of
     from octavo.cli.settings.worker_config import only_model, worker_config
     from octavo.worker.main import main
@@ -103,6 +104,7 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
         check_isa(resolved.settings.cpu_isa)
         check_device_here(resolved.settings.device)
         check_numbers(resolved.settings)
+        check_revision(resolved.settings.model, resolved.settings.revision)
         check_model(only_model(resolved.settings), resolved.settings)
     # Before the model is loaded, which may take minutes.
     require_address(resolved.settings.metrics_host, "metrics_host")

@@ -20,7 +20,7 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.parent import PARENT_VARIABLE
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
-from octavo.cli.settings.model_names import name_of_model
+from octavo.cli.settings.model_names import is_local, name_of_model, split_model
 from octavo.cli.settings.setting import DEBUG_VARIABLE, ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
 from octavo.wire.host import usable_cores
@@ -259,6 +259,7 @@ def plan_worker(
     own = {
         "run_dir": str(run_dir),
         "model": [model],
+        "revision": None if is_local(split_model(model)[1]) else settings.revision,
         "worker_id": name,
         "worker_metrics_port": metrics_port,
         "gateway_endpoint": links.endpoints,

@@ -18,7 +18,7 @@ from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.serve.combinations import check_combinations
 from octavo.cli.serve.ports import MAX_PORT, free_port
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
-from octavo.cli.settings.model_names import split_model
+from octavo.cli.settings.model_names import check_revision, is_local, split_model
 from octavo.cli.settings.setting import ENV_PREFIX
 from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard, parse_endpoint
 from octavo.wire.keys import KeyFileError, load_keys
@@ -169,15 +169,8 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
         numbers = f"--device is {settings.device}, and the cluster chooses the GPU of each worker"
         raise usage("--cluster does not go with the number of a GPU", numbers, "give --device cuda")
     if settings.runner == "torch":
-        _check_models([each for each in settings.model if _is_here(split_model(each)[1])], settings)
-
-
-def _is_here(checkpoint: str) -> bool:
-    """Whether it is a folder on this host, which the others must have too, or a model included in every
-    installation."""
-    from octavo.model.checkpoint.source import EMBEDDED
-
-    return Path(checkpoint).expanduser().is_dir() or (EMBEDDED / checkpoint).is_dir()
+        # A folder on this host is one that the others must have, too.
+        _check_models([each for each in settings.model if is_local(split_model(each)[1])], settings)
 
 
 def _check_own_address(address: str) -> None:
@@ -328,6 +321,7 @@ def _check_models(known: Sequence[str], settings: ServeSettings | WorkerSettings
     check_numbers(settings)
     check_combinations(settings)
     check_names(settings.model)
+    check_revision(settings.model, settings.revision)
     for model in known:
         _check_cut(check_model(model, settings), model, settings)
 

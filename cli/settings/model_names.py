@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from octavo.cli.errors import did_you_mean, usage
+from octavo.cli.errors import did_you_mean, shorten, usage
 
 
 def split_model(text: str) -> tuple[str | None, str]:
@@ -23,6 +23,20 @@ def name_of_model(text: str) -> str:
         return name
     path = Path(checkpoint).expanduser()
     return path.resolve().name if path.is_dir() or checkpoint[0] in "/.~" else checkpoint
+
+
+def is_local(checkpoint: str) -> bool:
+    """Whether it is a folder on this host, or a model included in every installation: nothing is fetched for it."""
+    from octavo.model.checkpoint.source import embedded_names
+
+    return Path(checkpoint).expanduser().is_dir() or checkpoint in embedded_names()
+
+
+def check_revision(models: Sequence[str], revision: str | None) -> None:
+    """Raises CliError if a revision is given, and no model has any. models: as in --model."""
+    if revision is not None and all(is_local(split_model(each)[1]) for each in models):
+        numbers = f"--revision is {shorten(revision)}, and {', '.join(models)} is no Hugging Face id"
+        raise usage("--revision is of Hugging Face ids", numbers, "leave it out, or give an id such as Qwen/Qwen3-0.6B")
 
 
 def model_ports(given: Sequence[str]) -> list[tuple[str, int]]:

@@ -11,6 +11,7 @@ from octavo.cli.help import PlainCommand, PlainGroup
 from octavo.cli.settings.access import CredentialSettings
 from octavo.cli.settings.addresses import split_address
 from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ScaleSettings, ServeSettings
+from octavo.cli.settings.model_names import check_revision
 from octavo.cli.settings.options import PATH, given_path, with_settings
 from octavo.cli.settings.resolve import Resolved, Source
 from octavo.wire.host import let_threads_sleep
@@ -120,6 +121,7 @@ def pull(
     """
     from octavo.cli.tools.pull import pull as run
 
+    check_revision([model], revision)
     return run(model, revision=revision)
 
 
@@ -260,6 +262,7 @@ def verify(
         num_threads=num_threads,
         tensor_parallel_size=tensor_parallel_size,
     )
+    check_revision([model], revision)
     if limit is not None and not check_numerics:
         raise usage("--limit is of --check-numerics", f"--limit is {limit:g}", "give both, or neither")
     if model_name and address is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.explain import explain
 from octavo.cli.serve.preflight import check_device, check_model, check_names
 from octavo.cli.settings.groups import ServeSettings, WorkerSettings
-from octavo.cli.settings.model_names import split_model
+from octavo.cli.settings.model_names import check_revision, split_model
 from octavo.cli.settings.worker_config import pick_device
 from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict, available_bytes
 
@@ -26,7 +26,12 @@ KERNEL_CACHE_BYTES = 64 << 20
 def check_models(settings: ServeSettings) -> list[Finding]:
     """Everything needed to serve them."""
     found = [_told("device", lambda: check_device(settings.device), f"--device {settings.device} can be had")]
-    found.append(_told("models", lambda: check_names(settings.model), f"{len(settings.model)} with names of their own"))
+    good = f"{len(settings.model)} with names of their own"
+    found.append(_told("models", lambda: check_names(settings.model), good))
+    if settings.revision is not None:
+        found.append(
+            _told("revision", lambda: check_revision(settings.model, settings.revision), str(settings.revision))
+        )
     for model in settings.model:
         found += _check_checkpoint(model, settings)
     return [*found, _check_kernel_cache(), *_check_kernels(settings)]

@@ -194,6 +194,15 @@ def test_a_number_that_cannot_be_is_told_by_its_flag(
     assert len(told) < 700
 
 
+@pytest.mark.parametrize("command", ["serve", "worker", "pull folio-chat", "verify folio-chat"])
+def test_a_revision_of_what_has_none_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--revision", "v1"]) == 2
+    assert error_lines(capsys)[:2] == [
+        "error: --revision is of Hugging Face ids",
+        "--revision is 'v1', and folio-chat is no Hugging Face id",
+    ]
+
+
 def path_options() -> list[tuple[list[str], str]]:
     """Every option of every command that help shows a path for."""
     found = []

@@ -52,6 +52,12 @@ def test_gateways_come_first_then_the_workers_of_each_model() -> None:
     assert all(each["gateway_endpoint"] == sockets for each in workers)
 
 
+def test_a_revision_is_told_to_workers_of_models_that_have_one() -> None:
+    settings = ServeSettings(model=("a=folio-chat", "org/b"), revision="v1")
+    _, *workers = plan_processes(settings, run_dir=RUN, port=5, ports=[10, 11, 12])
+    assert [each.settings["revision"] for each in workers] == [None, "v1"]
+
+
 def test_gateways_of_several_hosts_have_ports_side_by_side_and_know_their_neighbours() -> None:
     settings = ServeSettings(
         gateways=2,

@@ -73,6 +73,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["--model", "folio-chat", "--model", "folio-chat"], "--model folio-chat and --model folio-chat are both"),
         (["--model", "a=folio-chat", "--model", "a=empty"], "are both served as 'a'"),
         (["--model", "folio-chat", "--model", "x/folio-chat"], "are both served as 'folio-chat'"),
+        (["--revision", "v1"], "--revision is 'v1', and folio-chat is no Hugging Face id"),
+        (["--revision", "v1", "--model", "a=bare"], "--revision is 'v1', and a=bare is no Hugging Face id"),
         (["--num-blocks", "10"], "--num-blocks 10 × --block-size 16 = 160 tokens, and requests may have 2,048"),
         (["--num-blocks", "10", "--max-model-len", "161"], "--num-blocks 10 × --block-size 16 = 160"),
         (["--max-model-len", "999999"], "--max-model-len is 999,999, and folio-chat has 2,048 positions"),
