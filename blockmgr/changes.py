@@ -4,6 +4,7 @@ Must not know how a block is found, nor who listens.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -37,6 +38,50 @@ class BlockEvent:
     token_ids: bytes = b""
     salt: str = ""
     tier: Tier = Tier.DEVICE
+
+
+class EventLog:
+    """Events since the last `take`, in order.
+
+    There may be no listener, so beyond ``max_events`` the log is dropped. The next `take` then returns CLEARED and
+    everything that is stored at that time, which brings a listener to the same state.
+    """
+
+    def __init__(self, max_events: int, snapshot: Callable[[], list[BlockEvent]]) -> None:
+        self._max_events = max_events
+        self._snapshot = snapshot
+        self._events: list[BlockEvent] = []
+        self._has_overflowed = False
+
+    def stored(self, event: BlockEvent) -> None:
+        """A block entered the index."""
+        if not self._has_overflowed:
+            self._append(event)
+
+    def removed(self, digest: bytes) -> None:
+        """A block left the index."""
+        if not self._has_overflowed:
+            self._append(BlockEvent(kind=EventKind.REMOVED, block_hash=digest))
+
+    def cleared(self) -> None:
+        """Every block left the index."""
+        self._events.clear()
+        self._has_overflowed = False
+        self._append(BlockEvent(kind=EventKind.CLEARED))
+
+    def take(self) -> list[BlockEvent]:
+        """Events since the last call."""
+        if self._has_overflowed:
+            self._has_overflowed = False
+            return [BlockEvent(kind=EventKind.CLEARED), *self._snapshot()]
+        events, self._events = self._events, []
+        return events
+
+    def _append(self, event: BlockEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > self._max_events:
+            self._events.clear()
+            self._has_overflowed = True
 
 
 class WalkedIndex(Protocol):
