@@ -31,8 +31,6 @@ from octavo.blockmgr.prefix_index import Chain, HashBlock, PrefixIndex, RootHash
 from octavo.blockmgr.tables import NO_COPIES, Growth, SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)
-
-
 NumToUse = Callable[[np.ndarray], int]
 """From whether each cached block, head first, is on the host (bool) to how many to use; the rest are computed."""
 
@@ -74,6 +72,7 @@ class BlockManager:
             self._pool.offload = self._host.offload
         self._tables = SlotTables(config.max_slots, config.max_blocks_per_slot)
         self._chains: dict[int, Chain] = {}
+        self._looked_up: tuple[str, int] | None = None  # whose prompt the index watches; its hits in use then
         self._growth = Growth(config.block_size, self._tables, self._pool, self._chains)
         self.table_SM = self._tables.table_SM.view()  # int32 [max_slots, M], -1 where unset
         self.table_SM.flags.writeable = False
@@ -99,11 +98,6 @@ class BlockManager:
         return len(self._index)
 
     @property
-    def num_entered(self) -> int:
-        """How often a block has entered the index so far: if this is unchanged, no prompt hits more than before."""
-        return self._index.num_entered
-
-    @property
     def num_evicted_blocks(self) -> int:
         """Cached blocks evicted so far to make room, including those that went to the host."""
         return self._pool.num_evicted_blocks
@@ -124,15 +118,25 @@ class BlockManager:
 
     def num_hits_in_use(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
         """How many device blocks in use `admit` would share. Cached blocks do not count here, as they are included in
-        `num_cached`. Changes nothing."""
+        `num_cached`. Changes nothing but `most_hits_in_use`."""
         swapped = self._host.swapped.get(request_id)
         if swapped is None:
-            hits = self._find(token_ids_T, salt)[0]
+            hits, chain = self._find(token_ids_T, salt)
             hits = hits[hits < self.config.num_blocks]
         else:
-            resident = [self._index.device_block(swapped.chain, i) for i in range(len(swapped.blocks))]
+            chain = swapped.chain
+            resident = [self._index.device_block(chain, i) for i in range(len(swapped.blocks))]
             hits = np.array([block for block in resident if block is not None], np.int32)
-        return len(hits) - self._pool.num_taken_by_sharing(hits)
+        num_in_use = len(hits) - self._pool.num_taken_by_sharing(hits)
+        self._index.watch(chain, token_ids_T)
+        self._looked_up = request_id, num_in_use
+        return num_in_use
+
+    def most_hits_in_use(self, request_id: str) -> int | None:
+        """What `num_hits_in_use` of the request looked up last gives at most now; None if unknown. It rises only if a
+        block of the prompt enters the index, or a request is admitted, which may share hits that were cached."""
+        request_looked_up, num_in_use = self._looked_up or (None, 0)
+        return num_in_use if request_id == request_looked_up and not self._index.has_watched_entered else None
 
     def admit(
         self,
@@ -194,6 +198,7 @@ class BlockManager:
         self, request_id: str, chain: Chain, blocks: np.ndarray, num_tokens: int, reserve_tokens: int
     ) -> Admission:
         """Open a slot for blocks of either tier. There is room, and the caller has taken references to them."""
+        self._looked_up = None
         is_on_host = blocks >= self.config.num_blocks
         num_more = max(0, self._growth.blocks_for(reserve_tokens) - len(blocks))
         new = self._pool.allocate(int(is_on_host.sum()) + num_more)
@@ -345,6 +350,7 @@ class BlockManager:
         """A plan with these copies failed: blocks that they should have filled are not hit or brought back any more.
         Returns the slots that hold such blocks on the device."""
         targets = copies_in_C2[:, 1]
+        self._looked_up = None  # it may have been swapped out: from now on it hits what is indexed
         if len(copies_out_C2):
             targets = np.concatenate([targets, self._host.invalidate(copies_out_C2[:, 1])])
         if not len(targets):

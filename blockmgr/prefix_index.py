@@ -139,14 +139,11 @@ class PrefixIndex:
         self._last_entry = _ROOT_ENTRY
         self._entered: list[tuple[int, int, bytes]] = []  # block, entry of its parent, tokens; empty between calls
         self._memo = DigestMemo()
+        self._watched: frozenset[bytes] = frozenset()
+        self.has_watched_entered = False
 
     def __len__(self) -> int:
         return len(self.block_of)
-
-    @property
-    def num_entered(self) -> int:
-        """How often a block has entered so far."""
-        return self._last_entry
 
     def holds(self, blocks: np.ndarray) -> np.ndarray:
         """bool per block: whether it is in the index."""
@@ -181,6 +178,15 @@ class PrefixIndex:
         chain.digests = known[: len(hits)]
         chain.entries = self.entry_P[hits].tolist()
         return hits, chain
+
+    def watch(self, chain: Chain, token_ids_T: np.ndarray) -> None:
+        """Watch the blocks of a prompt's chain and the one behind them, and no others any more: as long as
+        `has_watched_entered` is False, none of them has entered the index or come to the device. token_ids_T: int32."""
+        start = len(chain) * self._block_size
+        token_bytes = token_ids_T[start : start + self._block_size].tobytes()
+        behind = self.hash_block(chain.digests[-1] if chain.digests else chain.root, token_bytes)
+        self._watched = frozenset([*chain.digests, behind])
+        self.has_watched_entered = False
 
     def extend(self, chain: Chain, blocks: np.ndarray, token_ids_T: np.ndarray) -> np.ndarray:
         """Enter full blocks, int32, head first; the chain has the first ones already.
@@ -225,6 +231,8 @@ class PrefixIndex:
         self._parent_of[target], self._salt_of[target] = self._parent_of[source], self._salt_of[source]
         self.block_of[digest], self.digest_of[target], self.digest_of[source] = target, digest, None
         self.entry_P[source] = _NO_ENTRY
+        if target < self.first_host_block and digest in self._watched:
+            self.has_watched_entered = True
         if (source < self.first_host_block) != (target < self.first_host_block):
             self.events.stored(self.stored_event(target))
 
@@ -320,6 +328,8 @@ class PrefixIndex:
         self._entered.append((block, chain.entries[-1] if chain.entries else _ROOT_ENTRY, token_bytes))
         self.block_of[digest] = block
         self.digest_of[block] = digest
+        if digest in self._watched:
+            self.has_watched_entered = True
         self._parent_of[block] = parent
         self._salt_of[block] = chain.salt
         tier = Tier.HOST if block >= self.first_host_block else Tier.DEVICE

@@ -201,3 +201,24 @@ def test_a_size_that_cannot_be_is_named(field: str) -> None:
     sizes = {"num_blocks": 1, "block_size": 1, "max_slots": 1, "max_blocks_per_slot": 1, field: -1}
     with pytest.raises(ValueError, match=field):
         BlockManagerConfig(fingerprint=b"", prefix_cache=PrefixCache.ON, **sizes)  # type: ignore[arg-type]
+
+
+def test_a_hit_that_is_computed_again_instead_of_copied_in_is_one_more_in_use(make_manager: MakeManager) -> None:
+    manager = make_manager(num_host_blocks=4, max_blocks_per_slot=12)
+    serve(manager, "a", A)
+    serve(manager, "b", B[:31])
+    slot = manager.admit("c", A, reserve_tokens=9, num_to_use=lambda is_on_host: 0).slot
+    assert (manager.num_hits_in_use("d", A), manager.most_hits_in_use("d")) == (0, 0)
+    manager.commit(slot, A, 9)
+    assert (manager.most_hits_in_use("d"), manager.num_hits_in_use("d", A)) == (None, 2)
+
+
+def test_a_request_whose_copies_failed_hits_what_is_indexed(make_manager: MakeManager) -> None:
+    manager = make_manager(num_host_blocks=4)
+    slot = manager.admit("a", A, reserve_tokens=9).slot
+    manager.swap_out(slot, "a", 9)
+    other = manager.admit("other", A, reserve_tokens=9).slot
+    manager.commit(other, A, 9)
+    assert (manager.num_hits_in_use("a", A), manager.most_hits_in_use("a")) == (0, 0)
+    manager.invalidate_copies(*manager.take_moves())
+    assert (manager.most_hits_in_use("a"), manager.num_hits_in_use("a", A)) == (None, 2)

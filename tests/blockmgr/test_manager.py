@@ -279,9 +279,40 @@ def test_hits_in_use_are_those_that_take_no_room(make_manager: MakeManager) -> N
     slot = manager.admit("a", TEN, reserve_tokens=10).slot
     assert manager.num_hits_in_use("b", TEN) == 0
     manager.commit(slot, TEN, 10)
-    assert (manager.num_hits_in_use("b", TEN), manager.num_entered) == (2, 2)
+    assert manager.num_hits_in_use("b", TEN) == 2
     manager.begin_step(1)
     manager.release(slot, "a")
     assert (manager.num_hits_in_use("b", TEN), manager.num_cached) == (2, 0)  # they wait for the step
     manager.end_step(1)
     assert (manager.num_hits_in_use("b", TEN), manager.num_cached) == (0, 2)
+
+
+def test_the_most_hits_in_use_are_known_until_the_prompt_may_hit_more(make_manager: MakeManager) -> None:
+    manager = make_manager(num_blocks=12)
+    slot = manager.admit("a", TEN, reserve_tokens=10).slot
+    manager.commit(slot, TEN, 4)
+    assert manager.most_hits_in_use("b") is None
+    assert (manager.num_hits_in_use("b", TEN), manager.most_hits_in_use("b")) == (1, 1)
+    assert manager.most_hits_in_use("c") is None
+    other = manager.admit("other", TEN + 50, reserve_tokens=10).slot
+    assert manager.most_hits_in_use("b") is None  # which might have shared what was cached
+    assert (manager.num_hits_in_use("b", TEN), manager.most_hits_in_use("b")) == (1, 1)
+    manager.commit(other, TEN + 50, 10)
+    manager.release(other, "other")
+    assert manager.most_hits_in_use("b") == 1
+    manager.commit(slot, TEN, 8)
+    assert manager.most_hits_in_use("b") is None
+    assert (manager.num_hits_in_use("b", TEN), manager.most_hits_in_use("b")) == (2, 2)
+
+
+def test_a_hit_that_was_evicted_and_is_computed_again_may_raise_the_most(make_manager: MakeManager) -> None:
+    manager = make_manager(num_blocks=5)
+    manager.commit(manager.admit("a", TEN, reserve_tokens=10).slot, TEN, 10)
+    manager.release(0, "a")
+    manager.admit("b", TEN[:1] + 30, reserve_tokens=4)
+    assert (manager.num_hits_in_use("c", TEN), manager.most_hits_in_use("c")) == (0, 0)
+    manager.grow(0, 16)
+    assert (manager.match(TEN), manager.most_hits_in_use("c")) == (4, 0)  # one of the two is gone
+    manager.grow(0, 20)
+    manager.commit(0, np.concatenate([TEN, TEN]), 4)
+    assert manager.most_hits_in_use("c") is None

@@ -65,16 +65,16 @@ def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[R
 
 
 class FailedFit(NamedTuple):
-    """A request (`Request.order`) that did not fit into num_blocks blocks, so that it is not tried again with no more
-    of them. num_entered: blocks that had entered the prefix index by then; once more have, the request may hit more."""
+    """A request (`Request.order`) that could not be admitted although num_blocks blocks seemed enough, because
+    `CopyCosts` preferred to compute some of its hits. It is not tried again with no more blocks and the same hits."""
 
     order: int
     num_blocks: int
-    num_entered: int
+    num_shared: int
 
-    def covers(self, request: Request, num_blocks: int, num_entered: int) -> bool:
+    def covers(self, request: Request, num_blocks: int, num_shared: int | None) -> bool:
         """Whether this failure implies that the request does not fit into num_blocks either."""
-        return (request.order, num_entered) == (self.order, self.num_entered) and num_blocks <= self.num_blocks
+        return (request.order, num_shared) == (self.order, self.num_shared) and num_blocks <= self.num_blocks
 
 
 class Admission:
@@ -86,8 +86,7 @@ class Admission:
         self._blocks = table.blocks
         self._block_size = table.blocks.config.block_size
         self._headroom_cap = max(1, table.blocks.config.num_blocks // 50)
-        self._failed_admission: FailedFit | None = None
-        self._failed_preemption: FailedFit | None = None  # including the blocks that all victims would have freed
+        self._failed: FailedFit | None = None
 
     def admit_head(self, in_flight: InFlight, now_s: float) -> Request | None:
         """Admit the head of the queue, which then has a slot and blocks; None if the queue is empty or the head does
@@ -98,37 +97,35 @@ class Admission:
         try:
             self._requests.admit(head, now_s)
         except OutOfBlocks:
-            self._failed_admission = self._failure(head, self._room)
+            num_shared = self._blocks.most_hits_in_use(head.block_owner)
+            self._failed = None if num_shared is None else FailedFit(head.order, self._room, num_shared)
             if not self._requests.num_running and in_flight is InFlight.EMPTY:
                 self._requests.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
             return None
         return head
 
     def _may_fit(self, head: Request) -> bool:
-        """Whether an attempt is worthwhile. A failure is remembered until there is more room than then, or there are
-        new blocks to hit, since each attempt looks up the whole prompt."""
+        """Whether an attempt is worthwhile."""
         num_running = self._requests.num_running
         if num_running >= self._max_num_seqs:
             return False
         if not num_running:
             return True
-        room = self._room
-        failed = self._failed_admission
-        if failed is not None and failed.covers(head, room, self._blocks.num_entered):
+        room, failed = self._room, self._failed
+        if failed is not None and failed.covers(head, room, self._blocks.most_hits_in_use(head.block_owner)):
             return False
-        if self._fits(head, room):
-            return True
-        self._failed_admission = self._failure(head, room)
-        return False
-
-    def _failure(self, head: Request, num_blocks: int) -> FailedFit:
-        return FailedFit(head.order, num_blocks, self._blocks.num_entered)
+        return self._fits(head, room)
 
     def _fits(self, head: Request, num_blocks: int) -> bool:
+        """Whether the head needs no more blocks than these. Its prompt is looked up only if that may be so: for a long
+        one this takes half a millisecond, in every step."""
         num_wanted = -(-len(head.token_ids_T) // self._block_size)
         if num_wanted <= num_blocks:
             return True
         if head.needs_whole_prompt:
+            return False
+        most_shared = self._blocks.most_hits_in_use(head.block_owner)
+        if most_shared is not None and num_wanted - most_shared > num_blocks:
             return False
         num_shared = self._blocks.num_hits_in_use(head.block_owner, head.token_ids_T, salt=head.run.cache_salt)
         return num_wanted - num_shared <= num_blocks
@@ -173,14 +170,7 @@ class Admission:
 
     def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
         num_held = sum(self._blocks.capacity(victim.held_slot) for victim in victims) // self._block_size
-        room = self._room + num_held
-        failed = self._failed_preemption
-        if failed is not None and failed.covers(head, room, self._blocks.num_entered):
-            return False
-        if self._fits(head, room):
-            return True
-        self._failed_preemption = self._failure(head, room)
-        return False
+        return self._fits(head, self._room + num_held)
 
 
 class Planner:
