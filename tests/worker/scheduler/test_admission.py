@@ -28,7 +28,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=40, phases=(Phase.explicit, Phase.generate))
 @given(config=configs, seed=st.integers(0, 2**32), failing=st.sets(st.integers(1, 60), max_size=2))
 def test_whoever_always_looks_again_admits_the_same(config: dict[str, Any], seed: int, failing: set[int]) -> None:
     traces = []
