@@ -87,9 +87,8 @@ def serve(settings: ServeSettings) -> int:
     if (policy := _policy(settings)) is not None:
         settings = settings.model_copy(update={"workers": max(settings.workers, policy.floor)})
     gateways_why, on_gpu = "", bool(settings.cluster) or serves_on_gpu(settings)
-    if (
-        settings.gateways is None and not settings.cluster and not settings.control_endpoint
-    ):  # with a control endpoint, gateways on other hosts list each of ours
+    # With a control endpoint, gateways on other hosts list each of ours.
+    if settings.gateways is None and not settings.cluster and not settings.control_endpoint:
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=on_gpu)
     if divides_threads := not on_gpu and settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
         settings = with_threads(settings, usable_cores())
@@ -100,31 +99,34 @@ def serve(settings: ServeSettings) -> int:
     if settings.authenticates_callers and not settings.prefix_salt_secret:  # the same for all gateways
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:
-        run_dir = stack.enter_context(run_folder(settings.run_dir))
-        site = stack.enter_context(_site(settings, run_dir))
-        ports = choose_ports(settings)
-        of_models = [number for _, number in model_ports(settings.model_port)]
-        others = {*ports, settings.admin_port or 0, settings.openai or 0, *of_models}
-        port = settings.port or free_port(settings.host, others)
-        if shares_port(settings):
-            for number in (port, *of_models):
-                stack.enter_context(held_port(settings.host, number))
-        openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
-        plans = plan_processes(
-            settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, links=site.links
-        )
-        address = join_address(reachable(settings.host), port)
-        layout = _Layout(
-            settings=settings,
-            plans=plans,
-            run_dir=run_dir,
-            port=port,
-            address=address,
-            site=site,
-            gateways_why=gateways_why,
-            divides_threads=divides_threads,
-        )
+        layout = _lay_out(settings, stack, gateways_why=gateways_why, divides_threads=divides_threads)
         return asyncio.run(_serve(layout, stack.enter_context(stderr_in_a_thread())))
+
+
+def _lay_out(settings: ServeSettings, stack: ExitStack, *, gateways_why: str, divides_threads: bool) -> "_Layout":
+    """Choose where each process is reached. The stack keeps the run directory, the cluster and shared ports."""
+    run_dir = stack.enter_context(run_folder(settings.run_dir))
+    site = stack.enter_context(_site(settings, run_dir))
+    ports = choose_ports(settings)
+    of_models = [number for _, number in model_ports(settings.model_port)]
+    others = {*ports, settings.admin_port or 0, settings.openai or 0, *of_models}
+    port = settings.port or free_port(settings.host, others)
+    if shares_port(settings):
+        for number in (port, *of_models):
+            stack.enter_context(held_port(settings.host, number))
+    openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
+    return _Layout(
+        settings=settings,
+        plans=plan_processes(
+            settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, links=site.links
+        ),
+        run_dir=run_dir,
+        port=port,
+        address=join_address(reachable(settings.host), port),
+        site=site,
+        gateways_why=gateways_why,
+        divides_threads=divides_threads,
+    )
 
 
 def _policy(settings: ServeSettings) -> "AutoscalePolicy | None":
