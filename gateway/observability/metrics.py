@@ -174,6 +174,19 @@ class GatewayCollector(Collector):
         yield CounterMetricFamily(
             "octavo_gateway_tenant_refusals", "Requests refused: a tenant's limit", value=meters.tenant_refusals
         )
+        yield from self._of_files()
+        spans = CounterMetricFamily("octavo_gateway_trace_spans", "Spans by what became of them", labels=["outcome"])
+        spans.add_metric(["exported"], self._spans.exported)
+        spans.add_metric(["dropped"], self._spans.dropped)
+        yield spans
+        if self._connections is not None:
+            yield from _of_connections(self._connections)
+        yield _histogram(
+            "octavo_gateway_event_loop_lag_seconds", "How late timers fire", [([], meters.loop_lag)], labels=[]
+        )
+
+    def _of_files(self) -> Iterator[Metric]:
+        """Of the files of keys and certificates."""
         reloads = CounterMetricFamily(
             "octavo_gateway_reloads", "Files of keys and certificates read again", labels=["files", "outcome"]
         )
@@ -188,15 +201,6 @@ class GatewayCollector(Collector):
         for file, end_s in list(self._expiries.items()):
             ends.add_metric([file], end_s)
         yield ends
-        spans = CounterMetricFamily("octavo_gateway_trace_spans", "Spans by what became of them", labels=["outcome"])
-        spans.add_metric(["exported"], self._spans.exported)
-        spans.add_metric(["dropped"], self._spans.dropped)
-        yield spans
-        if self._connections is not None:
-            yield from _of_connections(self._connections)
-        yield _histogram(
-            "octavo_gateway_event_loop_lag_seconds", "How late timers fire", [([], meters.loop_lag)], labels=[]
-        )
 
     def _of_models(self) -> Iterator[Metric]:
         models = list(self._meters.models.items())
