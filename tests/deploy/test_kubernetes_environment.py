@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +16,7 @@ from octavo import Client
 from octavo.cli.tools.api_key import add_api_key
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.keys import generate_keys, save_keys
+from tests.support.children import live_children
 from tests.support.gateway.certificates import Authority
 from tests.support.services.kubernetes import FOLDER, manifests, pod_of, shared_values
 from tests.support.services.service import environment, free_port, stop_by_force
@@ -118,8 +118,7 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
             with Client(f"127.0.0.1:{port}") as client:
                 assert client.cancel("nobody's") == pb.CancelResponse()  # all gateways answered
                 assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
-        ranks = [each for each in psutil.Process(worker.pid).children() if RANK in each.cmdline()]
-        assert len(ranks) == num_ranks - 1
+        assert len(live_children(RANK, worker.pid)) == num_ranks - 1
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from octavo.worker.loading.loaded import Loaded
 from octavo.worker.loading.loader import load_torch
 from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from tests.support.children import live_children
 from tests.support.model.ranks import Place, alone, on_ranks
 from tests.support.services.service import Service, serve
 from tests.support.worker.rank_steps import steps_of
@@ -64,10 +65,9 @@ def _tell_where_ranks_stand(request: pytest.FixtureRequest, monkeypatch: pytest.
 
 def show_ranks(config: pytest.Config, name: str) -> None:
     """Ends the followers, with which this process may end."""
-    for child in psutil.Process().children(recursive=True):
-        if RANK in child.cmdline():
-            child.send_signal(signal.SIGABRT)
-            psutil.wait_procs([child], timeout=2)  # one after the other: they write to one file
+    for child in live_children(RANK):
+        child.send_signal(signal.SIGABRT)
+        psutil.wait_procs([child], timeout=2)  # one after the other: they write to one file
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.suspend_global_capture(in_=True)
     _, said = capture.read_global_capture()
@@ -264,7 +264,7 @@ def load(size: int, **settings: object) -> Loaded:
 
 
 def followers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if RANK in child.cmdline()]
+    return live_children(RANK)
 
 
 def outputs(loaded: Loaded, num_steps: int = 12) -> list[int]:

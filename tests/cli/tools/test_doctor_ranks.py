@@ -18,6 +18,7 @@ from octavo.cli.tools.doctor_model import check_models
 from octavo.cli.tools.doctor_ranks import check_ranks
 from octavo.worker.loading import rank_probe
 from octavo.worker.loading.rank_probe import ProbeResult, RanksApart, probe_ranks
+from tests.support.children import live_children
 from tests.support.model.checkpoints import write_tiny_checkpoint
 
 
@@ -27,7 +28,7 @@ def settings(size: int = 2, **changes: Any) -> ServeSettings:
 
 def probes() -> list[psutil.Process]:
     """Children of this process that measure."""
-    return [child for child in psutil.Process().children() if rank_probe.__name__ in child.cmdline()]
+    return live_children(rank_probe.__name__)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, outcome: ProbeResult | RanksApart) -> list[tuple[int, str]]:

@@ -1,6 +1,5 @@
 """`octavo serve --openai`: the front as a process of the service, asked by plain HTTP."""
 
-import contextlib
 import http.client
 import json
 import signal
@@ -69,11 +68,7 @@ def open_stream(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnec
 
 
 def front_pid(service: Service) -> int | None:
-    for child in psutil.Process(service.process.pid).children():
-        with contextlib.suppress(psutil.Error):  # it ends just now
-            if "openai" in child.cmdline():
-                return child.pid
-    return None
+    return next((each.pid for each in service.children("openai")), None)
 
 
 def test_the_summary_tells_the_address(fronted: tuple[Service, int]) -> None:

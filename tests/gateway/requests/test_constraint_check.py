@@ -21,6 +21,7 @@ from octavo.gateway.text.process_child import DONE
 from octavo.gateway.text.service import Share
 from octavo.grammar.limits import GrammarLimits
 from octavo.v1 import inference_pb2 as pb
+from tests.support.children import live_children
 from tests.support.gateway.generating import speaking
 from tests.support.gateway.rpc_errors import refused
 from tests.support.waiting import until
@@ -62,7 +63,7 @@ def check(checker: ConstraintChecker, request: pb.GenerateRequest, tenant: str =
 
 
 def check_processes() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "check_child" in " ".join(each.cmdline())]
+    return live_children("octavo.gateway.requests.check_child")
 
 
 class HeldPool:

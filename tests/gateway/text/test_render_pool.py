@@ -30,6 +30,7 @@ from octavo.gateway.text.process_pool import (
 )
 from octavo.gateway.text.service import Share
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
+from tests.support.children import live_children
 from tests.support.gateway.tokenizers_tiny import TEMPLATE
 from tests.support.waiting import until
 
@@ -154,7 +155,7 @@ async def test_an_attack_that_runs_does_not_keep_another_model_waiting() -> None
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "render_child" in " ".join(each.cmdline())]
+    return live_children("octavo.gateway.text.render_child")
 
 
 async def test_a_process_that_stands_still_in_its_work_is_ended_and_the_work_refused() -> None:

@@ -20,6 +20,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.v1 import admin_pb2, admin_pb2_grpc
+from tests.support.children import live_children
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 120.0
@@ -88,14 +89,7 @@ class Service:
 
     def children(self, command: str) -> list[psutil.Process]:
         """The live processes that run `octavo COMMAND` (worker, gateway) under the supervisor."""
-        found = []
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                if command in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                    found.append(child)
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        return live_children(command, self.process.pid)
 
     def audit(self) -> list[admin_pb2.BlockAudit]:
         """A recount of every worker's blocks."""

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -14,6 +13,7 @@ from octavo.worker.loading import agreement, group
 from octavo.worker.loading.agreement import RanksDiffer, build_name, check_agreement, checkpoint_name
 from octavo.worker.loading.group import load_group, notes_on_cores
 from octavo.worker.loading.loader import load_torch
+from tests.support.children import live_children
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.model.ranks import on_ranks
 
@@ -44,7 +44,7 @@ def test_ranks_that_differ_are_refused_at_the_start_in_one_sentence(
     with pytest.raises(RanksDiffer, match=reason) as caught:
         start(write_tiny_checkpoint(tmp_path / "model"))
     assert "\n" not in str(caught.value)
-    assert [child for child in psutil.Process().children() if group.__name__ in child.cmdline()] == []
+    assert live_children(group.__name__) == []
 
 
 def differing(ranks: Ranks) -> str:
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_changes_while_it_is_loaded_is_refused(
     monkeypatch.setattr(group, "load_torch", load)
     with pytest.raises(RanksDiffer, match="rank 0 of 2 has read a checkpoint that changed meanwhile"):
         start(folder)
-    assert [child for child in psutil.Process().children() if group.__name__ in child.cmdline()] == []
+    assert live_children(group.__name__) == []
 
 
 def test_a_build_is_named_by_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:

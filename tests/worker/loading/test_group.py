@@ -20,6 +20,7 @@ from octavo.worker.metrics import RankCollector
 from octavo.worker.runners.group import Constrain, Launch, decode, encode
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepMasks, StepPlan
+from tests.support.children import live_children
 from tests.support.model.checkpoints import QWEN3, write_tiny_checkpoint
 from tests.support.worker.scheduling import World, WorldConfig, key
 
@@ -66,9 +67,7 @@ def group(folder: Path) -> Iterator[Loaded]:
 
 def followers() -> list[psutil.Process]:
     """Children of this process that are ranks."""
-    return [
-        child for child in psutil.Process().children() if "octavo.worker.loading.group" in " ".join(child.cmdline())
-    ]
+    return live_children("octavo.worker.loading.group")
 
 
 def outputs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int, num_host_blocks: int = 0) -> World:

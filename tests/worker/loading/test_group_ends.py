@@ -21,6 +21,7 @@ from octavo.worker.loading.loaded import Loaded
 from octavo.worker.runners.group import EXIT_LOST, GroupLost
 from octavo.worker.runners.interface import Runner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from tests.support.children import live_children
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.services.service import wait_for
 
@@ -42,7 +43,7 @@ def loaded(tmp_path: Path) -> Iterator[Loaded]:
 
 def followers() -> list[psutil.Process]:
     """Children of this process that are ranks."""
-    return [child for child in psutil.Process().children() if "octavo.worker.loading.group" in child.cmdline()]
+    return live_children("octavo.worker.loading.group")
 
 
 def step(runner: Runner) -> None:
