@@ -43,11 +43,12 @@ class Conversation:
 
 
 def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
-    """Talk until /exit or the end of input."""
+    """Talk until /exit or the end of input. Returns 1 if questions came from a file or pipe and one of them failed;
+    a person has seen it."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() line editing and the arrow keys' history)
     console = Console(highlight=False)
-    conversation = Conversation(system)
+    conversation, num_failed = Conversation(system), 0
     with connect(settings) as client:
         models = client.models()
         console.print(f"[bold]{escape(_model_line(models, settings))}[/]\n[dim]{HELP}[/]")
@@ -56,9 +57,11 @@ def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
                 break
             if question.startswith("/"):
                 _command(question, conversation, console)
-            elif question:
-                _answer(client, settings, conversation, question, console, shows_receipts=shows_receipts)
-    return 0
+            elif question and not _answer(
+                client, settings, conversation, question, console, shows_receipts=shows_receipts
+            ):
+                num_failed += 1
+    return 1 if num_failed and not sys.stdin.isatty() else 0
 
 
 def _ask(console: Console) -> str | None:
@@ -89,21 +92,25 @@ def _answer(
     console: Console,
     *,
     shows_receipts: bool,
-) -> None:
+) -> bool:
+    """Print the answer, or the error on stderr. Returns whether there is an answer."""
     fields = request_fields(settings)
     fields["messages"] = conversation.messages(question)
     try:
         stream = client.stream(timeout_s=settings.timeout_s, **fields)
     except ValueError as error:  # half a character, as a terminal may leave
         show_error(usage("this cannot be asked", str(error), "ask it in other words"))
-        return
+        return False
+    is_answered = True
     try:
         conversation.add(question, _print_answer(stream))
     except OctavoError as error:
+        is_answered = False
         console.print()
         show_error(explain(error))
     if shows_receipts and stream.finished is not None:
         console.print(f"[dim]{escape(receipt_line(stream.finished))}[/]")
+    return is_answered
 
 
 def _print_answer(stream: TextStream) -> str:

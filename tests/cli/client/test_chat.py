@@ -2,6 +2,7 @@
 
 import io
 
+import grpc
 import pytest
 from rich.console import Console
 
@@ -51,8 +52,25 @@ def test_a_question_that_is_no_text_does_not_end_the_conversation(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("h\udce9\nhi\n"))
     with running(script := Script()) as target:
-        assert main(["chat", "--port", target.rpartition(":")[2]]) == 0
+        assert main(["chat", "--port", target.rpartition(":")[2]]) == 1  # one of them failed
     out, err = capsys.readouterr()
     assert out.endswith("Hello, wörld\n")
     assert "messages: is not UTF-8 text, from its character" in err
     assert [[turn.content for turn in request.chat.messages] for request in script.requests] == [["hi"]]
+
+
+def test_a_question_of_a_pipe_that_fails_shows_in_the_exit_code_and_the_others_are_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    refusal = (grpc.StatusCode.INVALID_ARGUMENT, "not so", ())
+    with running(script := Script(failures=[refusal])) as target:
+        assert main(["chat", "--port", target.rpartition(":")[2]]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("Hello, wörld\n")
+    assert "not so" not in out
+    assert "not so" in err
+    assert len(script.requests) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    with running(Script()) as target:
+        assert main(["chat", "--port", target.rpartition(":")[2]]) == 0
