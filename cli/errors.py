@@ -5,7 +5,6 @@ Knows no command; must not print (that is `cli.main`'s).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 _MOST_SHOWN = 200  # characters of a value
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended
@@ -38,6 +37,8 @@ def shorten(value: object) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most similar to this one; None if none is similar enough."""
+    from difflib import get_close_matches  # only where there is a mistake
+
     by_lower = {each.lower(): each for each in known}
     found = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None

@@ -1,25 +1,34 @@
 """The process of the command `octavo`: its streams, its exit code, and how its errors look.
 
-Imports next to nothing before it runs: a Ctrl-C while modules are imported is one like any other.
+Imports nothing before it runs but what Python has loaded by then: a Ctrl-C while modules are imported is one like any
+other.
 """
 
-import errno
+from __future__ import annotations
+
 import io
 import os
-import select
-import signal
 import sys
-import traceback
-from collections.abc import Sequence
-from typing import TextIO
 
-from octavo.cli.errors import INTERRUPTED, CliError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
 
 SERVICES = ["serve"], ["gateway"], ["worker"], ["openai"]
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run a command and exit with its code; errors in three lines on stderr."""
+    try:
+        _run(arguments)
+    except KeyboardInterrupt:
+        sys.exit(_interrupted())
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    import signal
+
     words = sys.argv[1:] if arguments is None else arguments
     if os.getpid() == 1 or words[:1] in SERVICES:
         _take_signals()
@@ -52,6 +61,8 @@ def _take_signals() -> None:
     def end(number: int, frame: object) -> None:
         raise _Ended(number)
 
+    import signal
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
             signal.signal(number, end)
@@ -82,6 +93,8 @@ def _leave_a_removed_folder() -> None:
 def _flushed(code: int) -> int:
     """The exit code after flushing the output. Python would flush at exit, and on failure print two lines and exit with
     120. A failure to write to a reader that has gone (`| head`) does not count, nor does one to write the log."""
+    import errno
+
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -104,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
             os.environ[DEBUG_VARIABLE] = "1"
         code = app([each for each in arguments if each != "--debug"], standalone_mode=False, prog_name="octavo")
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _interrupted()
     except SystemExit as ended:  # also typer's, without a word, where any pipe is broken
         if not isinstance(ended.__context__, BrokenPipeError):
             raise
@@ -117,6 +130,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _has_lost_its_reader(stream: TextIO) -> bool:
     """Whether it is a pipe that nobody reads any more; then what could not be written is discarded."""
+    import select
+
     poll = select.poll()
     try:
         poll.register(stream, 0)
@@ -125,16 +140,25 @@ def _has_lost_its_reader(stream: TextIO) -> bool:
     return bool(poll.poll(0))
 
 
+def _interrupted() -> int:
+    from octavo.cli.errors import INTERRUPTED
+
+    return INTERRUPTED
+
+
 def _fail(error: Exception) -> int:
+    from octavo.cli.errors import CliError
     from octavo.cli.explain import explain, show_error
     from octavo.cli.settings.setting import DEBUG_VARIABLE
 
     if type(error).__name__ == "Abort":  # typer's: an interrupted prompt
-        return INTERRUPTED
+        return _interrupted()
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.format_message())  # type: ignore[attr-defined]  # noqa: T201
         return 2
     if os.environ.get(DEBUG_VARIABLE) and not isinstance(error, CliError):
+        import traceback
+
         traceback.print_exception(error)
     explained = explain(error)
     show_error(explained)

@@ -11,8 +11,8 @@ the client.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing itself takes time, in which Ctrl-C could not be told from a fault
 if TYPE_CHECKING:
     from octavo.client.aio import AsyncClient, AsyncTextStream
     from octavo.client.blocking import Client, TextStream

@@ -477,12 +477,24 @@ def test_a_working_directory_that_was_removed_is_left(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("/\n", "", 0)
 
 
-def test_ctrl_c_while_modules_are_imported_ends_quietly(tmp_path: Path) -> None:
+def test_nothing_is_imported_before_ctrl_c_is_minded() -> None:
+    program = "import sys; before = set(sys.modules); import octavo.cli.main; print(*set(sys.modules) - before)"
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path = {sys.path}; {program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    light = {"__future__", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings", "_imp"}
+    assert set(done.stdout.split()) - light == {"octavo", "octavo.cli", "octavo.cli.main"}
+
+
+@pytest.mark.parametrize("program", ["octavo.cli.main", "octavo.cli"])
+@pytest.mark.parametrize("module", ["signal", "typer"])  # the first that is imported, and one of many
+def test_ctrl_c_while_modules_are_imported_ends_quietly(module: str, program: str, tmp_path: Path) -> None:
     interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)"
-    (tmp_path / "typer.py").write_text(f"import os, signal; {interrupt}")  # a shell's job may be told to ignore it
-    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    # A shell's job may be told to ignore it.
+    (tmp_path / f"{module}.py").write_text(f"import os, _signal as signal; {interrupt}")
+    folders = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "octavo.cli.main", "ps"],
+        [sys.executable, "-P", "-m", program, "ps"],
         env=variables,
         capture_output=True,
         text=True,
