@@ -12,7 +12,6 @@ import contextlib
 import gzip
 import logging
 import resource
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,8 @@ import h11
 from prometheus_client.exposition import generate_latest, gzip_accepted
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import CollectorRegistry
+
+from octavo.wire.listener import listen
 
 _log = logging.getLogger(__name__)
 
@@ -98,8 +99,7 @@ class ScrapeServer:
         """Listens at once; port 0 picks a free one. Raises OSError if the address is taken."""
         self._render = render
         self._why_not_ready = why_not_ready
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self._socket = listen(host, port, backlog=MAX_CONNECTIONS)
         self.port = int(self._socket.getsockname()[1])
         self.num_pages = 0
         self._max_connections = max_connections or _default_connections()

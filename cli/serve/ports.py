@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from octavo.cli.errors import CliError, usage
 from octavo.cli.settings.setting import flag_of
 from octavo.wire.host import threads_to_be_had
+from octavo.wire.listener import family_and_host
 
 MAX_PORT = 65535
 
@@ -24,7 +25,7 @@ def require_free(host: str, port: int, setting: str) -> None:
     with _socket_for(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(_place(host, port))
         except OSError as error:
             raise busy_port(host, port, setting, error) from None
 
@@ -33,7 +34,7 @@ def require_address(host: str, setting: str) -> None:
     """Raises CliError naming the flag if `host` is not an address of this host."""
     try:
         with _socket_for(host) as probe:
-            probe.bind((host, 0))
+            probe.bind(_place(host, 0))
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise usage(
@@ -81,7 +82,7 @@ def free_port(host: str, taken: set[int]) -> int:
     """A port that is free now and not in `taken`, to which it is added."""
     while True:
         with _socket_for(host) as probe:
-            probe.bind((host, 0))
+            probe.bind(_place(host, 0))
             port = int(probe.getsockname()[1])
         if port not in taken:
             taken.add(port)
@@ -94,9 +95,13 @@ def held_port(host: str, port: int) -> Iterator[int]:
     system chooses for 0."""
     with _socket_for(host) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, port))
+        holder.bind(_place(host, port))
         yield int(holder.getsockname()[1])
 
 
 def _socket_for(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    return socket.socket(family_and_host(host)[0], socket.SOCK_STREAM)
+
+
+def _place(host: str, port: int) -> tuple[str, int]:
+    return family_and_host(host)[1], port

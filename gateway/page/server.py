@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from octavo.gateway.config import PageConfig
 from octavo.gateway.page.calls import CallFailed, Method
 from octavo.gateway.rpc.addresses import BindError
+from octavo.wire.listener import listen
 
 log = structlog.get_logger(__name__)
 DEFAULT_PORT = 50080
@@ -99,11 +100,10 @@ def _log_defect(task: "asyncio.Task[None]") -> None:
 
 
 def _bound(config: PageConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     ports = (DEFAULT_PORT, 0) if config.port is None else (config.port,)
     for port in ports:
         try:
-            return socket.create_server((config.host, port), family=family, backlog=MAX_CONNECTIONS)
+            return listen(config.host, port, backlog=MAX_CONNECTIONS)
         except OSError as error:
             failure = error
     raise BindError("--page-port", f"{config.host}:{ports[-1]}") from failure

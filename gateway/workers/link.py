@@ -183,7 +183,9 @@ class _RouterSocket:
             ensure_run_dir(path.parent)
             clear_stale_socket(path)
         try:
-            self._socket.bind(self._endpoint.address)
+            # libzmq listens at `*` by IPv4 where the system has no IPv6; at `::` it would fail.
+            is_any = self._endpoint.host == "::"
+            self._socket.bind(f"tcp://*:{self._endpoint.port}" if is_any else self._endpoint.address)
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"cannot bind {self._endpoint.address}: {error.strerror}") from None
         self._inode = self._inode_now()

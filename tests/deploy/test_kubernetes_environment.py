@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -79,25 +80,26 @@ def is_serving(port: int, service: str) -> bool:
 def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
     tmp_path: Path, overlay: str, num_ranks: int
 ) -> None:
-    """The ranks of the overlay for GPUs are tried on CPUs: their number is all that is different."""
+    """The ranks of the overlay for GPUs are tried on CPUs: their number is all that is different. One gateway is
+    dialled by IPv4, the other by IPv6; callers use both."""
     keys = tmp_path / "keys"
     for name in ("gateway", "worker"):
         save_keys(generate_keys(), keys, name)
-    places = {"/etc/octavo/keys": str(keys), "0.0.0.0": "127.0.0.1", "cuda": "cpu"}
+    places = {"/etc/octavo/keys": str(keys), "cuda": "cpu"}
     listening = [{5555: free_port(), 5556: free_port()} for _ in range(2)]
     for n, ports in enumerate(listening):
         for port, here in ports.items():
-            places[f"octavo-gateway-{n}.octavo-gateways:{port}"] = f"127.0.0.1:{here}"
+            places[f"octavo-gateway-{n}.octavo-gateways:{port}"] = f"{('127.0.0.1', '[::1]')[n]}:{here}"
     # What the cluster's DNS would say of the headless Service; here the gateways differ by their ports.
-    places["tcp://octavo-gateways:5556"] = ",".join(f"tcp://127.0.0.1:{ports[5556]}" for ports in listening)
+    places["tcp://octavo-gateways:5556"] = ",".join(
+        f"tcp://{host}:{ports[5556]}" for host, ports in zip(("127.0.0.1", "[::1]"), listening, strict=True)
+    )
     calls = [free_port(), free_port()]
     with ExitStack() as stack:
         for n, ports in enumerate(listening):
             values = variables_of("gateway", places)
             for port, here in ports.items():
-                values = {
-                    name: value.replace(f"127.0.0.1:{port}", f"127.0.0.1:{here}") for name, value in values.items()
-                }
+                values = {name: value.replace(f"[::]:{port}", f"[::]:{here}") for name, value in values.items()}
             values |= {"OCTAVO_PORT": str(calls[n]), "OCTAVO_METRICS_PORT": "0"}
             values["OCTAVO_RUN_DIR"] = str(tmp_path / f"run-{n}")
             stack.enter_context(process("gateway", values, tmp_path / f"gateway-{n}"))
@@ -114,8 +116,8 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
             logs = [(tmp_path / each / "log").read_text()[-2000:] for each in ("gateway-0", "gateway-1", "worker")]
             assert time.monotonic() < deadline_s, "\n".join(logs)
             time.sleep(0.1)
-        for port in calls:
-            with Client(f"127.0.0.1:{port}") as client:
+        for host, port in product(("127.0.0.1", "[::1]"), calls):
+            with Client(f"{host}:{port}") as client:
                 assert client.cancel("nobody's") == pb.CancelResponse()  # all gateways answered
                 assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
         assert len(live_children(RANK, worker.pid)) == num_ranks - 1
@@ -136,7 +138,7 @@ def test_a_gateway_with_the_environment_of_access_starts_and_answers_its_probe(t
     add_api_key("ann", access / "api-keys.toml", tenant=None, scopes=(), expires=None)
     places = {f"/etc/octavo/{each.name}": str(each) for each in (keys, tls, access)}
     for number in (5555, 5556):
-        places |= {f"0.0.0.0:{number}": f"127.0.0.1:{free_port()}"}
+        places |= {f"[::]:{number}": f"127.0.0.1:{free_port()}"}
     values = variables_of("gateway", places) | access_of(places)
     values |= {"OCTAVO_PORT": str(free_port()), "OCTAVO_METRICS_PORT": "0", "OCTAVO_RUN_DIR": str(tmp_path / "run")}
     values["OCTAVO_PEER_ENDPOINT"] = values["OCTAVO_CONTROL_ENDPOINT"]
