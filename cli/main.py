@@ -78,7 +78,10 @@ def _open_closed_streams() -> None:
 def _print_what_can_be(stream: object) -> None:
     """Print `?` for characters that the locale cannot encode: without UTF-8 there are no box lines, no ×, and not
     everything that a model writes."""
-    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    if not isinstance(stream, io.TextIOWrapper):
+        return
+    is_utf8 = stream.encoding.lower().replace("-", "") == "utf8"
+    if stream.errors == "strict" or (stream.errors == "surrogateescape" and not is_utf8):  # what the locale C gives
         stream.reconfigure(errors="replace")
 
 

@@ -410,9 +410,10 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     assert shown - known <= of_others | {"--flag"}
 
 
-def test_a_terminal_without_unicode_gets_question_marks_not_an_error() -> None:
+@pytest.mark.parametrize("handler", ["strict", "surrogateescape"])
+def test_a_terminal_without_unicode_gets_question_marks_not_an_error(handler: str) -> None:
     program = "import octavo.cli.main as cli; cli.main = lambda _: print('1 \u00d7 2 \U0001f98a'); cli.run([])"
-    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    variables = os.environ | {"PYTHONIOENCODING": f"ascii:{handler}"}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("1 ? 2 ?\n", "", 0)
 
