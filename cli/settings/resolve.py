@@ -107,8 +107,10 @@ def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
         raise usage("the configuration file cannot be read", f"{path}: {error.strerror}", advice) from None
     except (ValueError, RecursionError) as error:
         advice = "mend the file; `octavo config show` prints what is read"
-        too_long = type(error) is ValueError  # of int(), whose words are for programmers
-        why = "a number in it has too many digits" if too_long else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            why = f"it is not UTF-8 text, from its byte {error.start + 1} on"
+        else:  # int() has words for programmers
+            why = "a number in it has too many digits" if type(error) is ValueError else str(error)
         raise usage(f"{path} is not TOML", why, advice) from None
     for key in content:
         if key not in known_keys:

@@ -120,6 +120,12 @@ def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: st
     assert caught.value.exit_code == 2
 
 
+def test_a_file_that_is_no_text_is_told_with_the_place(tmp_path: Path) -> None:
+    (tmp_path / "octavo.toml").write_bytes(b"# caf\xe9")
+    with pytest.raises(CliError, match=r"octavo\.toml is not TOML: it is not UTF-8 text, from its byte 6 on"):
+        resolve(ServeSettings, {})
+
+
 def test_what_is_said_of_a_very_long_value_can_be_read(tmp_path: Path) -> None:
     for text in ("port = " + 5000 * "9", "port = " + 4000 * "9", "device = '" + 5000 * "x" + "'\nport = 'x'"):
         with pytest.raises(CliError) as caught:
