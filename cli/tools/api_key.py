@@ -7,18 +7,21 @@ from pathlib import Path
 from octavo.cli.errors import CliError, usage
 from octavo.cli.whole_file import write_durably
 from octavo.gateway.auth.authenticator import digest_of, new_key
-from octavo.gateway.auth.key_file import load_access_list, parse_access_list
+from octavo.gateway.auth.key_file import SETTING, AccessFileError, load_access_list, parse_access_list
 
 HEADER = "# Octavo API keys. For the gateway only (0600); docs/security.md says what may stand here.\n"
 
 
 def add_api_key(name: str, file: Path, *, tenant: str | None, scopes: Sequence[str], expires: str | None) -> str:
     """Add an entry and return the key. The file is replaced as a whole, so that gateways never read half of it. Raises
-    CliError, AccessFileError; then the file is unchanged."""
+    CliError; then the file is unchanged."""
     key = new_key()
     entry = _entry(name, digest_of(key).hex(), tenant, scopes, expires)
     if file.exists():
-        load_access_list(file)
+        try:
+            load_access_list(file)
+        except AccessFileError as error:  # which names the flag of the gateway
+            raise usage(error.what.replace(SETTING, "--file"), error.numbers, error.change) from None
         before = file.read_text("utf-8")
     else:
         before = HEADER

@@ -37,6 +37,23 @@ def test_what_is_wrong_with_a_key_is_told_and_nothing_else(
     assert file.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(None, "--file cannot be read"), ("[", "--file is not TOML"), ("[keys.a]", "--file has a bad entry")],
+)
+def test_a_file_of_keys_that_is_none_is_told_by_the_flag_that_named_it(
+    content: str | None, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+        path.chmod(0o600)
+    assert main(["keys", "new-api", "ann", "--file", str(path)]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"error: {what}"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_the_gateways_file_stays_the_gateways_where_root_adds_a_key(file: Path) -> None:
     os.chown(file, 4242, 4243)
