@@ -27,7 +27,8 @@ class SlotState:
     """Numbers of each slot. All are int32 unless stated otherwise.
 
     token_ids_SL: prompt and output. limit_S: greatest number of tokens, prompt and output together. is_decoding_S,
-    has_grammar_S: bool. first_stop_S: the first position at which a stop token counts. stops_KS: padded with NO_TOKEN.
+    has_grammar_S: bool. first_stop_S: the first position at which a stop token counts. num_stops_S, stops_KS: the
+    stop tokens of each slot, padded with NO_TOKEN.
     generation_S: int64, changes whenever a request takes or leaves the slot, so that late results are not applied to
     the slot's next holder. handle_S: int64. last_token_s_S: float64, NaN before the first token. token_ticks_SL:
     uint32, when each token came, in ticks (worker/scheduler/request.py); undefined for the prompt.
@@ -41,7 +42,8 @@ class SlotState:
         self.num_computed_S = np.zeros(num_slots, np.int32)
         self.limit_S = np.zeros(num_slots, np.int32)
         self.first_stop_S = np.zeros(num_slots, np.int32)
-        self.stops_KS = np.full((1, num_slots), NO_TOKEN, np.int32)
+        self.num_stops_S = np.zeros(num_slots, np.int32)
+        self.stops_KS = np.full((0, num_slots), NO_TOKEN, np.int32)
         self.is_decoding_S = np.zeros(num_slots, np.bool_)
         self.has_grammar_S = np.zeros(num_slots, np.bool_)
         self.generation_S = np.zeros(num_slots, np.int64)
@@ -74,6 +76,7 @@ class SlotState:
         last_token_s = float(self.last_token_s_S[slot])
         request.last_token_s = None if np.isnan(last_token_s) else last_token_s
         self.is_decoding_S[slot] = False
+        self._set_stops(slot, ())
         self.generation_S[slot] += 1
 
     def known_tokens(self, slot: Slot) -> np.ndarray:
@@ -96,11 +99,15 @@ class SlotState:
         self.last_token_s_S[slots_N] = now_s
 
     def _set_stops(self, slot: Slot, stop_ids: tuple[int, ...]) -> None:
-        width = len(self.stops_KS)
-        if len(stop_ids) > width:
-            missing = max(len(stop_ids), 2 * width) - width
-            self.stops_KS = np.pad(self.stops_KS, ((0, missing), (0, 0)), constant_values=NO_TOKEN)
+        """stops_KS has as many rows as the slot with the most stop tokens needs, since each row costs time in each
+        step."""
         self.stops_KS[:, slot] = NO_TOKEN
+        self.num_stops_S[slot] = len(stop_ids)
+        width, most = len(self.stops_KS), int(self.num_stops_S.max())
+        if most > width:
+            self.stops_KS = np.pad(self.stops_KS, ((0, most - width), (0, 0)), constant_values=NO_TOKEN)
+        elif most < width:
+            self.stops_KS = self.stops_KS[:most].copy()
         self.stops_KS[: len(stop_ids), slot] = stop_ids
 
 

@@ -118,6 +118,30 @@ def test_a_row_with_many_stop_tokens_makes_room_and_leaves_nothing_behind() -> N
     assert sorted({*rows.stops_KS[:, 1].tolist()} - {-1}) == [6]
 
 
+@given(
+    events=st.lists(
+        st.tuples(st.integers(0, 3), st.none() | st.lists(st.integers(0, 70), max_size=64, unique=True)), max_size=12
+    )
+)
+def test_a_stop_check_costs_what_the_present_requests_need_and_finds_what_a_set_does(
+    events: list[tuple[int, list[int] | None]],
+) -> None:
+    rows, held = SlotState(num_slots=4, max_total_tokens=8), dict[int, tuple[Request, set[int]]]()
+    for slot, ids in events:
+        if slot in held:
+            rows.leave(Slot(slot), held.pop(slot)[0])
+        if ids is not None:
+            held[slot] = make_request(slot, [9]), {*ids}
+            rows.join(Slot(slot), held[slot][0], num_cached_tokens=0, stop_ids=tuple(sorted(ids)))
+        assert len(rows.stops_KS) == max((len(stops) for _, stops in held.values()), default=0)
+        slots = np.asarray(sorted(held), np.intp)
+        rows.num_known_S[slots] = 2
+        for token in range(71):
+            is_stop, _ = find_ends(rows, slots, np.full(len(slots), token, np.int32))
+            assert is_stop.tolist() == [token in held[each][1] for each in sorted(held)]
+        rows.num_known_S[slots] = 1
+
+
 def test_leaving_and_joining_change_the_generation() -> None:
     rows = SlotState(num_slots=1, max_total_tokens=8)
     seen = [int(rows.generation_S[0])]
