@@ -16,6 +16,7 @@ import os
 import signal
 import struct
 import sys
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,12 +48,8 @@ class Stopped(Exception):
         self.exit_code = exit_code
 
 
-class _NotBegun(Exception):
-    """The process ended, or was ended, before it began on the work. reason: as Stopped has it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+class _NotBegun(Stopped):
+    """The process ended, or was ended, before it began on the work."""
 
 
 class Work(Protocol):
@@ -97,7 +94,7 @@ class ProcessPool:
         self._queue = FairQueue[_Job]()
         self._idle: list[_Child] = []
         self._tasks = set[asyncio.Task[None]]()  # each uses one process, or starts one
-        self._busy: dict[str, int] = {}  # number of processes in use, by key
+        self._busy = Counter[str]()  # number of processes in use, by key
         self._is_closed = False
 
     @property
@@ -151,11 +148,11 @@ class ProcessPool:
             if job is None:
                 return
             self._queue.forget(job)
-            self._busy[job.work.key] = self._busy.get(job.work.key, 0) + 1
+            self._busy[job.work.key] += 1
             self._keep(self._serve(job, self._idle.pop() if self._idle else None))
 
     def _may_go(self, job: _Job) -> bool:
-        return self._busy.get(job.work.key, 0) < self._max_per_key
+        return self._busy[job.work.key] < self._max_per_key
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=self._task)
@@ -173,44 +170,53 @@ class ProcessPool:
             self._idle.append(await self._new_child())
 
     async def _serve(self, job: _Job, child: _Child | None) -> None:
-        key = job.work.key
-        num_ended = num_lost = 0
+        """Give the caller an answer or the reason why there is none. child: an idle process; None: start one."""
         try:
-            while not job.result.done():
-                child = child or await self._new_child()
-                try:
-                    answer = await self._ask(child, job.work)
-                except _NotBegun as lost:
-                    num_lost += 1
-                    log.warning("process_lost", task=self._task, reason=lost.reason)
-                    if num_lost == _MAX_LOST:
-                        raise TextQueueFull(f"no process to {self._task} began with it") from None
-                except Stopped as stopped:
-                    num_ended += 1
-                    if stopped.exit_code is None or num_ended == _MAX_ENDED:
-                        raise
-                    log.warning("process_lost", task=self._task, reason=stopped.reason)
-                else:
-                    if not job.result.done():
-                        job.result.set_result(answer)
-                    return
-                child = None
+            if (answer := await self._answer(job, child)) and not job.result.done():
+                job.result.set_result(answer)
         except (Stopped, TextQueueFull) as error:
             if not job.result.done():
                 job.result.set_exception(error)
-        except BaseException:  # closed, or a defect: the process is in an unknown state
-            if child is not None:
-                await asyncio.shield(_kill(child))
-            job.result.cancel()
-            raise
         finally:
-            self._busy[key] -= 1
-            if not self._busy[key]:
-                del self._busy[key]
-            if child is not None and child.process.returncode is None:
-                self._idle.append(child)
-            elif not self._is_closed and not self._idle:
+            job.result.cancel()  # if it is not done: the pool is closed, or a defect raised
+            self._busy -= Counter([job.work.key])  # drops what is 0 then
+            if not self._is_closed and not self._idle:
                 self._keep(self._make_idle())
+
+    async def _answer(self, job: _Job, child: _Child | None) -> tuple[bytes, str] | None:
+        """Ask one process after another until one answers; None if nobody waits. Raises Stopped, TextQueueFull."""
+        num_ended = num_lost = 0
+        while not job.result.done():
+            try:
+                return await self._ask_and_keep(child or await self._new_child(), job.work)
+            except _NotBegun as lost:
+                num_lost += 1
+                log.warning("process_lost", task=self._task, reason=lost.reason)
+                if num_lost == _MAX_LOST:
+                    raise TextQueueFull(f"no process to {self._task} began with it") from None
+            except Stopped as stopped:
+                num_ended += 1
+                if stopped.exit_code is None or num_ended == _MAX_ENDED:
+                    raise
+                log.warning("process_lost", task=self._task, reason=stopped.reason)
+            child = None
+        self._put_back(child)
+        return None
+
+    async def _ask_and_keep(self, child: _Child, work: Work) -> tuple[bytes, str]:
+        """As `_ask`. The process is idle again, or gone: after an interruption its state would be unknown."""
+        try:
+            answer = await self._ask(child, work)
+        except BaseException as error:
+            if not isinstance(error, Stopped):
+                await asyncio.shield(_kill(child))
+            raise
+        self._put_back(child)
+        return answer
+
+    def _put_back(self, child: _Child | None) -> None:
+        if child is not None and child.process.returncode is None:
+            self._idle.append(child)
 
     # ------------------------------------------------------------ one process
 
@@ -223,9 +229,7 @@ class ProcessPool:
                 "-P",  # do not import from the current folder
                 "-m",
                 self._module,
-                str(os.getpid()),
-                str(self._limits.memory_bytes),
-                str(self._limits.cpu_s),
+                *map(str, (os.getpid(), self._limits.memory_bytes, self._limits.cpu_s)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,
