@@ -14,7 +14,7 @@ admitted on the strength of these blocks end with it. If the scheduler commits a
 commit tokens that no plan will compute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +48,8 @@ class Admission:
 class BlockManager:
     """Blocks, slots and the prefix cache of one worker.
 
-    hash_block: for tests with weak hashes. num_queried_tokens / num_hit_tokens: prompt tokens admitted so far, and how
-    many of them were cached.
+    hash_block: for tests with weak hashes. host: the second tier, for others to read. num_queried_tokens,
+    num_hit_tokens: prompt tokens admitted so far, and how many of them were cached.
     """
 
     def __init__(self, config: BlockManagerConfig, *, hash_block: HashBlock = hash_block) -> None:
@@ -67,12 +67,12 @@ class BlockManager:
         )
         self._pool = BlockPool(config.num_blocks, self._index)
         host_pool = BlockPool(config.num_host_blocks, self._index, first=config.num_blocks)
-        self._host = HostTier(self._pool, host_pool, self._index, max_copies_in=config.max_copies_in)
+        self.host = HostTier(self._pool, host_pool, self._index, max_copies_in=config.max_copies_in)
         if config.num_host_blocks:
-            self._pool.offload = self._host.offload
+            self._pool.offload = self.host.offload
         self._tables = SlotTables(config.max_slots, config.max_blocks_per_slot)
         self._chains: dict[int, Chain] = {}
-        self._looked_up: tuple[str, int] | None = None  # whose prompt the index watches; its hits in use then
+        self._looked_up: tuple[str, np.ndarray] | None = None  # whose prompt the index watches; its hits in use then
         self._growth = Growth(config.block_size, self._tables, self._pool, self._chains)
         self.table_SM = self._tables.table_SM.view()  # int32 [max_slots, M], -1 where unset
         self.table_SM.flags.writeable = False
@@ -102,11 +102,6 @@ class BlockManager:
         """Cached blocks evicted so far to make room, including those that went to the host."""
         return self._pool.num_evicted_blocks
 
-    @property
-    def host(self) -> HostTier:
-        """The second tier, read-only."""
-        return self._host
-
     def capacity(self, slot: int) -> int:
         """Tokens that a slot's blocks can hold."""
         return int(self._tables.num_blocks_S[slot]) * self.config.block_size
@@ -116,10 +111,12 @@ class BlockManager:
         Changes nothing."""
         return len(self._find(token_ids_T, salt)[0]) * self.config.block_size
 
-    def num_hits_in_use(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
-        """How many device blocks in use `admit` would share. Cached blocks do not count here, as they are included in
-        `num_cached`. Changes nothing but `most_hits_in_use`."""
-        swapped = self._host.swapped.get(request_id)
+    def num_hits_in_use(
+        self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "", besides: np.ndarray = _NO_BLOCKS
+    ) -> int:
+        """How many device blocks in use `admit` would share, besides these. Cached blocks do not count here, as they
+        are included in `num_cached`. Changes nothing but `most_hits_in_use`."""
+        swapped = self.host.swapped.get(request_id)
         if swapped is None:
             hits, chain = self._find(token_ids_T, salt)
             hits = hits[hits < self.config.num_blocks]
@@ -127,16 +124,22 @@ class BlockManager:
             chain = swapped.chain
             resident = [self._index.device_block(chain, i) for i in range(len(swapped.blocks))]
             hits = np.array([block for block in resident if block is not None], np.int32)
-        num_in_use = len(hits) - self._pool.num_taken_by_sharing(hits)
         self._index.watch(chain, token_ids_T)
-        self._looked_up = request_id, num_in_use
-        return num_in_use
+        in_use = hits[~self._pool.lru.contains(hits)]
+        self._looked_up = request_id, in_use
+        return int(np.count_nonzero(~np.isin(in_use, besides)))
 
-    def most_hits_in_use(self, request_id: str) -> int | None:
+    def most_hits_in_use(self, request_id: str, *, besides: np.ndarray = _NO_BLOCKS) -> int | None:
         """What `num_hits_in_use` of the request looked up last gives at most now; None if unknown. It rises only if a
         block of the prompt enters the index, or a request is admitted, which may share hits that were cached."""
-        request_looked_up, num_in_use = self._looked_up or (None, 0)
-        return num_in_use if request_id == request_looked_up and not self._index.has_watched_entered else None
+        request_looked_up, in_use = self._looked_up or (None, _NO_BLOCKS)
+        if request_id != request_looked_up or self._index.has_watched_entered:
+            return None
+        return int(np.count_nonzero(~np.isin(in_use, besides))) if len(besides) else len(in_use)
+
+    def freed_by(self, slots: Iterable[int]) -> np.ndarray:
+        """int32: blocks that nobody would use any more if these slots were released."""
+        return self._pool.freed_by(np.concatenate([self._tables.row(slot) for slot in slots]))
 
     def admit(
         self,
@@ -157,7 +160,7 @@ class BlockManager:
         self._tables.check_new(request_id)
         if not self._growth.blocks_for(len(token_ids_T)):
             raise ValueError("no tokens")
-        if request_id in self._host.swapped:
+        if request_id in self.host.swapped:
             return self._admit_swapped(request_id, reserve_tokens or 0)
         hits, chain = self._find(token_ids_T if lookup is PrefixLookup.LONGEST else token_ids_T[:1], salt)
         is_on_host = hits >= self.config.num_blocks
@@ -167,7 +170,7 @@ class BlockManager:
         self._check_room(hits[~is_on_host], len(hits), reserve_tokens or 0)
         self._pool.share(hits[~is_on_host])
         if is_on_host.any():
-            self._host.share(hits[is_on_host])
+            self.host.share(hits[is_on_host])
         admission = self._place(request_id, chain, hits, len(hits) * self.config.block_size, reserve_tokens or 0)
         self.num_queried_tokens += len(token_ids_T)
         self.num_hit_tokens += admission.num_cached_tokens
@@ -175,16 +178,16 @@ class BlockManager:
 
     def _admit_swapped(self, request_id: str, reserve_tokens: int) -> Admission:
         """Bring a swapped request back. Blocks whose content is indexed on the device are shared, not copied."""
-        swapped = self._host.swapped[request_id]
+        swapped = self.host.swapped[request_id]
         blocks = swapped.blocks.copy()
         for i in range(len(blocks)):
             resident = self._index.device_block(swapped.chain, i)
             blocks[i] = blocks[i] if resident is None else resident
         resident_blocks = blocks[blocks < self.config.num_blocks]
         self._check_room(resident_blocks, len(blocks), reserve_tokens)
-        self._host.pop_swapped(request_id)
+        self.host.pop_swapped(request_id)
         self._pool.share(resident_blocks)
-        self._host.pool.drop(swapped.blocks[blocks < self.config.num_blocks])
+        self.host.pool.drop(swapped.blocks[blocks < self.config.num_blocks])
         return self._place(request_id, swapped.chain, blocks, swapped.num_tokens, reserve_tokens)
 
     def _check_room(self, shared: np.ndarray, num_blocks: int, reserve_tokens: int) -> None:
@@ -206,17 +209,17 @@ class BlockManager:
         row[: len(blocks)][is_on_host] = new[: len(new) - num_more]
         slot = self._open(request_id, chain, row)
         if is_on_host.any():
-            self._host.copy_in(blocks[is_on_host], row[: len(blocks)][is_on_host])
+            self.host.copy_in(blocks[is_on_host], row[: len(blocks)][is_on_host])
         return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=int(is_on_host.sum()))
 
     @property
     def num_awaited(self) -> int:
         """Device blocks whose content no plan has brought back yet."""
-        return len(self._host.ins)
+        return len(self.host.ins)
 
     def is_awaited(self, slot: int) -> bool:
         """Whether some blocks of this slot are not back from the host yet; until then no step may include it."""
-        return bool(self._host.is_awaited_P[self._tables.row(slot)].any())
+        return bool(self.host.is_awaited_P[self._tables.row(slot)].any())
 
     @property
     def may_move(self) -> bool:
@@ -227,18 +230,17 @@ class BlockManager:
         """Like `release`, but the blocks with the first ``num_tokens`` tokens go to the host, for `admit` to bring
         back. Raises OutOfBlocks; ValueError if a step is in flight, as its blocks cannot move, or the slot is not this
         request's."""
-        self._tables.check_live(slot)
         if self._pool.fence.is_open or self._tables.owner_of(slot) != request_id:
             raise ValueError(f"slot {slot} cannot be swapped out for {request_id!r} now")
         row = self._tables.row(slot)[: self._growth.blocks_for(num_tokens)].copy()
         origins = [self._growth.copies.origin(block) for block in row.tolist()]
         chain = self._chains[slot]
-        self._host.swap_out(request_id, row, origins, chain.fork(min(len(chain), len(row))), num_tokens)
+        self.host.swap_out(request_id, row, origins, chain.fork(min(len(chain), len(row))), num_tokens)
         self.release(slot, request_id)
 
     def drop_swapped(self, request_id: str) -> None:
         """Drop what was swapped out for a request. Idempotent."""
-        self._host.drop_swapped(request_id)
+        self.host.drop_swapped(request_id)
 
     def fork(self, parent_slot: int, request_id: str, *, num_tokens: int) -> SlotId:
         """Open a slot for a child that shares the parent's first ``num_tokens`` tokens and every block that holds them.
@@ -259,10 +261,9 @@ class BlockManager:
             return
         blocks = self._tables.give_back(slot)
         del self._chains[slot]
-        self._host.cancel_copies_in(blocks[self._pool.ref_P[blocks] == 1])
+        self.host.cancel_copies_in(blocks[self._pool.ref_P[blocks] == 1])
         self._pool.drop(blocks[::-1])
-        unowned = blocks[self._pool.ref_P[blocks] == 0]
-        self._growth.drop_sources(self._growth.copies.cancel(unowned))
+        self._growth.drop_sources(self._growth.copies.cancel(blocks[self._pool.ref_P[blocks] == 0]))
 
     def grow(self, slot: int, num_tokens: int) -> None:
         """Grow to hold at least ``num_tokens``; all or nothing. OutOfBlocks; ValueError if no row is that wide."""
@@ -294,7 +295,7 @@ class BlockManager:
         tokens = np.ascontiguousarray(token_ids_T[: num_full * self.config.block_size], np.int32)
         replaced = self._index.extend(chain, self._tables.row(slot)[:num_full], tokens)
         self._pool.blank_out(replaced)
-        self._host.pool.blank_out(replaced)
+        self.host.pool.blank_out(replaced)
 
     def taint(self, slot: int) -> None:
         """What this slot computed may be wrong (NaN, a failed step): take its blocks out of the index for good.
@@ -310,7 +311,7 @@ class BlockManager:
 
     def flush_prefix_cache(self) -> int:
         """Drop every unused cached block on both tiers. Returns how many."""
-        pools = (self._pool, self._host.pool)
+        pools = (self._pool, self.host.pool)
         blocks = np.concatenate([array for pool in pools for array in (pool.lru.to_array(), pool.fence.to_array())])
         blocks = blocks[self._index.holds(blocks)]
         if len(blocks) and len(blocks) == len(self._index):
@@ -325,14 +326,14 @@ class BlockManager:
         self._pool.fence.begin(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
         if self.config.num_host_blocks:
-            self._host.begin_step(step)
+            self.host.begin_step(step)
 
     def end_step(self, step: int) -> None:
         """The oldest plan in flight has run. Raises ValueError if step is not this plan's."""
         self._pool.end_step(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
         if self.config.num_host_blocks:
-            self._host.end_step(step)
+            self.host.end_step(step)
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray]:
         """Writes to the table since the last call, in order, int32 [U, 3] (slot, column, block); and block copies to do
@@ -344,7 +345,7 @@ class BlockManager:
         """Copies between the tiers for the plan that begins next, two int32 [C, 2]: (device, host block), to do before
         everything else in it; and (host, device block), to do before anything of the plan after it. Host blocks are
         numbered from 0."""
-        return self._host.take() if self.config.num_host_blocks else (NO_COPIES, NO_COPIES)
+        return self.host.take() if self.config.num_host_blocks else (NO_COPIES, NO_COPIES)
 
     def invalidate_copies(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
         """A plan with these copies failed: blocks that they should have filled are not hit or brought back any more.
@@ -352,7 +353,7 @@ class BlockManager:
         targets = copies_in_C2[:, 1]
         self._looked_up = None  # it may have been swapped out: from now on it hits what is indexed
         if len(copies_out_C2):
-            targets = np.concatenate([targets, self._host.invalidate(copies_out_C2[:, 1])])
+            targets = np.concatenate([targets, self.host.invalidate(copies_out_C2[:, 1])])
         if not len(targets):
             return []
         self._index.bar(targets)
@@ -375,16 +376,16 @@ class BlockManager:
 
     def map_host(self, max_cells: int) -> HostBlockMap | None:
         """The same for the second tier; None if there is none."""
-        return map_host_blocks(self._host, max_cells)
+        return map_host_blocks(self.host, max_cells)
 
     def recount(self) -> Recount:
         """Counts, some blocks at a time, the leaked ones: those that no slot, queued copy or step in flight accounts
         for. More than 0 is a defect. The cheap part of `audit`."""
-        return Recount(self._pool, self._host, self._tables, self._growth.copies)
+        return Recount(self._pool, self.host, self._tables, self._growth.copies)
 
     def audit(self) -> BlockAudit:
         """Recount everything from scratch."""
-        return audit_blocks(self._pool, self._host, self._tables, self._growth.copies, self._chains)
+        return audit_blocks(self._pool, self.host, self._tables, self._growth.copies, self._chains)
 
     def _find(self, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
         if self.config.prefix_cache is PrefixCache.OFF:

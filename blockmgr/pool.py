@@ -254,6 +254,11 @@ class BlockPool:
         """By how much sharing these blocks would lower `num_available`."""
         return int(np.count_nonzero(self.lru.contains(blocks)))
 
+    def freed_by(self, blocks: np.ndarray) -> np.ndarray:
+        """int32: blocks that have no reference left if one to each of these, which may repeat, is dropped."""
+        counts_P = np.bincount(blocks, minlength=len(self.ref_P))
+        return np.flatnonzero((counts_P > 0) & (counts_P == self.ref_P)).astype(np.int32)
+
     def share(self, blocks: np.ndarray) -> None:
         """Add a reference to each block, int32, distinct. They may be active, deferred or cached, never blank."""
         idle = blocks[self.ref_P[blocks] == 0]

@@ -177,3 +177,18 @@ def test_a_fork_follows_no_block_whose_parent_has_left_the_index(make_manager: M
     manager.commit(child, TEN, 10)
     assert manager.match(TEN) == 0
     assert manager.audit().violations == ()
+
+
+def test_blocks_are_freed_by_slots_that_hold_all_references_to_them(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    parent = parent_of_ten(manager)
+    child = manager.fork(parent, "c", num_tokens=10)
+    manager.grow(child, 14)
+    last = row(manager, child)[-1]
+    assert manager.freed_by([child]).tolist() == [last]
+    assert manager.freed_by([parent, child]).tolist() == sorted([*row(manager, parent), last])
+    assert manager.num_hits_in_use("other", TEN) == 2
+    assert manager.num_hits_in_use("other", TEN, besides=manager.freed_by([child])) == 2
+    assert manager.most_hits_in_use("other", besides=manager.freed_by([parent, child])) == 0
+    manager.prepare_write(child, 10)  # the copy that is queued needs its source
+    assert row(manager, parent)[2] not in manager.freed_by([parent]).tolist()

@@ -25,6 +25,8 @@ from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from octavo.worker.scheduler.request import Ending, Phase, Request, failure
 from octavo.worker.scheduler.request_table import RequestTable
 
+_NO_BLOCKS = np.empty(0, np.int32)
+
 
 class InFlight(Enum):
     """EMPTY: released blocks are free at once. BUSY: they are free when the steps in flight have ended."""
@@ -116,18 +118,20 @@ class Admission:
             return False
         return self._fits(head, room)
 
-    def _fits(self, head: Request, num_blocks: int) -> bool:
-        """Whether the head needs no more blocks than these. Its prompt is looked up only if that may be so: for a long
-        one this takes half a millisecond, in every step."""
+    def _fits(self, head: Request, num_blocks: int, *, freed: np.ndarray = _NO_BLOCKS) -> bool:
+        """Whether the head needs no more than num_blocks blocks, of which some are still to be freed. Its prompt is
+        looked up only if that may be so: for a long one this takes half a millisecond, in every step."""
         num_wanted = -(-len(head.token_ids_T) // self._block_size)
         if num_wanted <= num_blocks:
             return True
         if head.needs_whole_prompt:
             return False
-        most_shared = self._blocks.most_hits_in_use(head.block_owner)
+        most_shared = self._blocks.most_hits_in_use(head.block_owner, besides=freed)
         if most_shared is not None and num_wanted - most_shared > num_blocks:
             return False
-        num_shared = self._blocks.num_hits_in_use(head.block_owner, head.token_ids_T, salt=head.run.cache_salt)
+        num_shared = self._blocks.num_hits_in_use(
+            head.block_owner, head.token_ids_T, salt=head.run.cache_salt, besides=freed
+        )
         return num_wanted - num_shared <= num_blocks
 
     @property
@@ -169,8 +173,8 @@ class Admission:
                 return
 
     def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
-        num_held = sum(self._blocks.capacity(victim.held_slot) for victim in victims) // self._block_size
-        return self._fits(head, self._room + num_held)
+        freed = self._blocks.freed_by([victim.held_slot for victim in victims])
+        return self._fits(head, self._room + len(freed), freed=freed)
 
 
 class Planner:

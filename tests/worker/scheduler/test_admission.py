@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
@@ -36,7 +37,7 @@ def test_whoever_always_looks_again_admits_the_same(config: dict[str, Any], seed
         errors: dict[int, RunnerError] = {step: RunnerError("broken") for step in failing}
         world = World(WorldConfig(**config, faults=OracleFaults(collect_errors=errors)))
         if always:
-            world.blocks.most_hits_in_use = lambda request_id: None  # type: ignore[method-assign]
+            world.blocks.most_hits_in_use = lambda *args, **kwargs: None  # type: ignore[method-assign]
         host_traffic.drive(world, seed)
         traces.append(world.trace)
     assert traces[0] == traces[1]
@@ -93,5 +94,37 @@ def test_room_that_is_not_enough_with_all_that_the_head_shared_costs_no_lookup(l
         world.step()
     assert lookups == ["4", "4"]
     assert set(world.reasons()) == {0, 1, 2}
+    world.run()
+    world.check_complete()
+
+
+def test_forks_of_one_prompt_are_not_preempted_if_the_head_does_not_fit_without_them() -> None:
+    """Each of them holds the blocks of the prompt, which become free only once."""
+    world = World(WorldConfig(num_blocks=34, max_num_seqs=8, max_batch_tokens=64, prefix_cache=PrefixCache.OFF))
+    world.add(1, [3] * 8, max_tokens=9, priority=1)
+    world.add(2, [4] * 32, max_tokens=16, num_outputs=4)
+    for _ in range(2):
+        world.step()
+    world.add(3, [5] * 62, max_tokens=2, priority=1)
+    for _ in range(2):
+        world.step()
+    assert world.scheduler.counters.num_preemptions == 0
+    world.run()
+    world.check_complete()
+    assert world.scheduler.counters.num_preemptions == 4
+
+
+def test_a_request_is_not_preempted_if_what_the_head_shares_with_it_is_not_enough() -> None:
+    """Its blocks are room once it is gone, or hits in use while it is there: not both."""
+    world = World(WorldConfig(num_blocks=20, max_num_seqs=8, max_batch_tokens=64))
+    prefix = list(range(3, 23))
+    world.add(1, [30] * 8, max_tokens=9, priority=1)
+    world.add(2, [*prefix, 31], max_tokens=12)
+    for _ in range(2):
+        world.step()
+    world.add(3, [*prefix, *[32] * 15], max_tokens=2, priority=1)
+    for _ in range(4):
+        world.step()
+    assert world.scheduler.counters.num_preemptions == 0
     world.run()
     world.check_complete()
