@@ -130,10 +130,10 @@ def test_models_health_and_an_unknown_model(service: Service, capsys: pytest.Cap
 
 
 def test_a_field_that_the_server_refuses_is_named(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x", "--temperature", "1000", "--port", str(service.port)]) == 1
+    assert main(["generate", "x", "--typical-p", "0", "--port", str(service.port)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "error: the request failed: INVALID_FIELD"
-    assert lines[1].strip().startswith("sampling.temperature: ")
+    assert lines[1].strip().startswith("sampling.typical_p: ")
 
 
 def test_a_busy_port_names_its_flag(service: Service, capsys: pytest.CaptureFixture[str]) -> None:

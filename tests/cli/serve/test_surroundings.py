@@ -115,7 +115,8 @@ def test_a_path_for_temporary_files_that_is_too_long_for_sockets_is_left(
 def test_a_limit_of_processes_that_is_too_low_is_told_before_anything_starts(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    limit = ("sh", "-c", 'ulimit -u 20; exec "$@"', "sh")
+    code = "import os, resource as r, sys; r.setrlimit(r.RLIMIT_NPROC, (20, 20)); os.execv(sys.argv[1], sys.argv[1:])"
+    limit = (sys.executable, "-c", code)  # not every sh has `ulimit -u`
     with started(tmp_path, port=free_port(), variables=variables, wrap=limit) as process:
         assert process.wait(START_TIMEOUT_S) == 1
     assert said(tmp_path).splitlines()[0] == "error: too few threads and processes are allowed"
