@@ -208,8 +208,9 @@ def state_of(node: _Node) -> State:
         for flight in world.scheduler._in_flight
     )
     admission = world.scheduler._planner._admission
-    looked_up, index = world.blocks._looked_up, world.blocks._index
-    refused = (admission._failed, looked_up, looked_up and (index._watched, index.has_watched_entered))
+    index, (looked_up, in_use) = world.blocks._index, world.blocks._looked_up or (None, ())
+    digests = tuple(index.digest_of[block] for block in in_use)
+    refused = (admission._failed, looked_up and (looked_up, digests, index._watched, index.has_watched_entered))
     left = tuple(sorted(node.left.items()))
     return tuple(requests), flights, refused, left, _blocks_state(world.blocks)
 
