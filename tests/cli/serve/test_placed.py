@@ -87,8 +87,9 @@ def reference(answer: object) -> Any:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PATIENCE_S", "ANEW_S", "ANSWER_S", "AGAIN_S"):
-        monkeypatch.setattr(placed, name, 0.02)
+    """What never comes is not waited for long; but this process may stand still before it sees what has come."""
+    for name in ("PATIENCE_S", "ANEW_S", "AGAIN_S"):
+        monkeypatch.setattr(placed, name, 0.3)
 
 
 def cluster(ray: Played, monkeypatch: pytest.MonkeyPatch, directory: GatewayDirectory) -> ClusterContext:
@@ -135,6 +136,7 @@ async def test_a_reservation_that_is_not_granted_is_given_back_and_made_anew(
 async def test_an_actor_whose_answers_are_lost_is_left_for_another(
     answers: dict[str, list[object]], soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(placed, "ANSWER_S", 0.3)
     ray, notices = Played([True], **answers), list[str]()
     async with asyncio.timeout(60):
         assert await worker(ray, monkeypatch, notices).run() == EXIT_PLACE_LOST
