@@ -30,7 +30,7 @@ from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import Chain, HashBlock, PrefixIndex, RootHasher, hash_block
 from octavo.blockmgr.tables import NO_COPIES, Growth, SlotTables
 
-_NO_BLOCKS = np.empty(0, np.int32)
+NO_BLOCKS = np.empty(0, np.int32)
 NumToUse = Callable[[np.ndarray], int]
 """From whether each cached block, head first, is on the host (bool) to how many to use; the rest are computed."""
 
@@ -112,7 +112,7 @@ class BlockManager:
         return len(self._find(token_ids_T, salt)[0]) * self.config.block_size
 
     def num_hits_in_use(
-        self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "", besides: np.ndarray = _NO_BLOCKS
+        self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "", besides: np.ndarray = NO_BLOCKS
     ) -> int:
         """How many device blocks in use `admit` would share, besides these. Cached blocks do not count here, as they
         are included in `num_cached`. Changes nothing but `most_hits_in_use`."""
@@ -129,10 +129,10 @@ class BlockManager:
         self._looked_up = request_id, in_use
         return int(np.count_nonzero(~np.isin(in_use, besides)))
 
-    def most_hits_in_use(self, request_id: str, *, besides: np.ndarray = _NO_BLOCKS) -> int | None:
+    def most_hits_in_use(self, request_id: str, *, besides: np.ndarray = NO_BLOCKS) -> int | None:
         """What `num_hits_in_use` of the request looked up last gives at most now; None if unknown. It rises only if a
         block of the prompt enters the index, or a request is admitted, which may share hits that were cached."""
-        request_looked_up, in_use = self._looked_up or (None, _NO_BLOCKS)
+        request_looked_up, in_use = self._looked_up or (None, NO_BLOCKS)
         if request_id != request_looked_up or self._index.has_watched_entered:
             return None
         return int(np.count_nonzero(~np.isin(in_use, besides))) if len(besides) else len(in_use)
@@ -389,7 +389,7 @@ class BlockManager:
 
     def _find(self, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
         if self.config.prefix_cache is PrefixCache.OFF:
-            return _NO_BLOCKS, Chain(salt=salt, root=b"")
+            return NO_BLOCKS, Chain(salt=salt, root=b"")
         return self._index.find(np.ascontiguousarray(token_ids_T, np.int32), salt)
 
     def _open(self, request_id: str, chain: Chain, blocks: np.ndarray) -> SlotId:

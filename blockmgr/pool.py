@@ -256,8 +256,8 @@ class BlockPool:
 
     def freed_by(self, blocks: np.ndarray) -> np.ndarray:
         """int32: blocks that have no reference left if one to each of these, which may repeat, is dropped."""
-        counts_P = np.bincount(blocks, minlength=len(self.ref_P))
-        return np.flatnonzero((counts_P > 0) & (counts_P == self.ref_P)).astype(np.int32)
+        distinct, counts = np.unique(blocks, return_counts=True)  # not over the pool, which may have a million
+        return distinct[counts == self.ref_P[distinct]]
 
     def share(self, blocks: np.ndarray) -> None:
         """Add a reference to each block, int32, distinct. They may be active, deferred or cached, never blank."""

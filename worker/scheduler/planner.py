@@ -18,14 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.blockmgr.errors import OutOfBlocks
+from octavo.blockmgr.manager import NO_BLOCKS
 from octavo.wire.messages import WireFinishReason
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.scheduler.costs import StepBudget, StepPace
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from octavo.worker.scheduler.request import Ending, Phase, Request, failure
 from octavo.worker.scheduler.request_table import RequestTable
-
-_NO_BLOCKS = np.empty(0, np.int32)
 
 
 class InFlight(Enum):
@@ -118,7 +117,7 @@ class Admission:
             return False
         return self._fits(head, room)
 
-    def _fits(self, head: Request, num_blocks: int, *, freed: np.ndarray = _NO_BLOCKS) -> bool:
+    def _fits(self, head: Request, num_blocks: int, *, freed: np.ndarray = NO_BLOCKS) -> bool:
         """Whether the head needs no more than num_blocks blocks, of which some are still to be freed. Its prompt is
         looked up only if that may be so: for a long one this takes half a millisecond, in every step."""
         num_wanted = -(-len(head.token_ids_T) // self._block_size)
