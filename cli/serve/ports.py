@@ -22,19 +22,18 @@ def require_free(host: str, port: int, setting: str) -> None:
             f"the processes of this service would listen at ports up to {port:,}, and the last one is {MAX_PORT:,}",
             f"give a smaller {flag_of(setting)} (0 takes free ones)",
         )
-    with _socket_for(host) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(_place(host, port))
-        except OSError as error:
-            raise busy_port(host, port, setting, error) from None
+    try:
+        with _bound(host, port, socket.SO_REUSEADDR):
+            pass
+    except OSError as error:
+        raise busy_port(host, port, setting, error) from None
 
 
 def require_address(host: str, setting: str) -> None:
     """Raises CliError naming the flag if `host` is not an address of this host."""
     try:
-        with _socket_for(host) as probe:
-            probe.bind(_place(host, 0))
+        with _bound(host, 0):
+            pass
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise usage(
@@ -81,8 +80,7 @@ def is_free(host: str, port: int) -> bool:
 def free_port(host: str, taken: set[int]) -> int:
     """A port that is free now and not in `taken`, to which it is added."""
     while True:
-        with _socket_for(host) as probe:
-            probe.bind(_place(host, 0))
+        with _bound(host, 0) as probe:
             port = int(probe.getsockname()[1])
         if port not in taken:
             taken.add(port)
@@ -93,15 +91,16 @@ def free_port(host: str, taken: set[int]) -> int:
 def held_port(host: str, port: int) -> Iterator[int]:
     """Reserves a port, without listening, for processes that will share it (SO_REUSEPORT). Yields its number, which the
     system chooses for 0."""
-    with _socket_for(host) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(_place(host, port))
+    with _bound(host, port, socket.SO_REUSEPORT) as holder:
         yield int(holder.getsockname()[1])
 
 
-def _socket_for(host: str) -> socket.socket:
-    return socket.socket(family_and_host(host)[0], socket.SOCK_STREAM)
-
-
-def _place(host: str, port: int) -> tuple[str, int]:
-    return family_and_host(host)[1], port
+@contextmanager
+def _bound(host: str, port: int, *options: int) -> Iterator[socket.socket]:
+    """A socket that has the address and does not listen. Raises OSError; UnicodeError if the host is no name."""
+    family, host = family_and_host(host)
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        for option in options:
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind((host, port))
+        yield bound

@@ -5,6 +5,7 @@ import socket
 
 from octavo.gateway.config import AccessConfig, Exposure
 from octavo.wire.endpoints import is_loopback
+from octavo.wire.listener import family_and_host
 
 
 class AddressError(ValueError):
@@ -25,7 +26,8 @@ def _why_not(address: str) -> str:
         return guess
     try:
         host, port = split_host_port(address)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        family, host = family_and_host(host)
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except (OSError, UnicodeError) as error:
