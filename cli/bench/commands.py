@@ -1,7 +1,6 @@
 """The command that measures a service: bench."""
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +20,7 @@ from octavo.cli.help import PlainCommand
 from octavo.cli.settings.groups import ALL_KEYS, ClientSettings
 from octavo.cli.settings.options import PATH, given_path, with_settings
 from octavo.cli.settings.resolve import Resolved
+from octavo.cli.whole_number import whole_number
 
 PANEL = "Watch a service"
 LOAD = "Load"
@@ -185,7 +185,8 @@ def _rate(word: str) -> float:
 
 
 def _concurrency(word: str) -> int:
-    if not re.fullmatch("[0-9]{1,7}", word) or not 1 <= int(word) <= MOST_REQUESTS:
+    count = whole_number(word, least=1, most=MOST_REQUESTS)
+    if count is None:
         advice = f"give a whole number from 1 to {MOST_REQUESTS:,}"
         raise usage("bad value for --max-concurrency", f"{shorten(word)} is no count", advice)
-    return int(word)
+    return count

@@ -14,6 +14,7 @@ from octavo.cli.errors import shorten, usage
 from octavo.cli.settings.groups import ClientSettings
 from octavo.cli.settings.options import PATH, given_path
 from octavo.cli.settings.setting import UINT32
+from octavo.cli.whole_number import whole_number
 
 if TYPE_CHECKING:
     from octavo.client.requests import GenerateFields  # messages: not in every process of a service
@@ -90,22 +91,23 @@ def _bias(word: str) -> tuple[int, float]:
         value = float(bias)
     except ValueError:
         value = math.nan
-    if not _is_id(token) or not math.isfinite(value):
+    token_id = _token_id(token)
+    if token_id is None or not math.isfinite(value):
         raise usage("bad logit bias", f"--logit-bias is {shorten(word)}, not ID=BIAS", "write it as 151643=-100")
-    return int(token), value
+    return token_id, value
 
 
 def parse_ids(text: str) -> list[int]:
     """Ids separated by commas or blanks. Raises CliError."""
     words = text.replace(",", " ").split()
-    if not words or not all(map(_is_id, words)):
+    ids = [each for each in map(_token_id, words) if each is not None]
+    if not ids or len(ids) < len(words):
         raise usage("bad token ids", f"{shorten(text)} is not a list of token ids", "write them as 1,2,3")
-    return [int(word) for word in words]
+    return ids
 
 
-def _is_id(word: str) -> bool:
-    """Whether it is a number that a request has room for."""
-    return word.isascii() and word.isdigit() and len(word) <= len(str(UINT32)) and int(word) <= UINT32
+def _token_id(word: str) -> int | None:
+    return whole_number(word, least=0, most=UINT32)  # what a request has room for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from octavo.cli.errors import usage
+from octavo.cli.errors import shorten, usage
+from octavo.cli.whole_number import whole_number
 from octavo.wire.run_dir import default_run_dir
 
 
@@ -23,7 +24,8 @@ def reachable(host: str) -> str:
 
 def split_address(text: str) -> tuple[str, int]:
     """Split HOST:PORT into its parts, the host without brackets. Raises CliError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise usage("bad value for --address", f"{text!r} is not HOST:PORT", "write it as 127.0.0.1:50051")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    host, _, word = text.rpartition(":")
+    port = whole_number(word, least=1, most=65_535)
+    if not host or port is None:
+        raise usage("bad value for --address", f"{shorten(text)} is not HOST:PORT", "write it as 127.0.0.1:50051")
+    return host.removeprefix("[").removesuffix("]"), port

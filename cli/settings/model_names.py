@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.cli.errors import did_you_mean, shorten, usage
+from octavo.cli.whole_number import whole_number
 
 
 def split_model(text: str) -> tuple[str | None, str]:
@@ -43,14 +44,15 @@ def model_ports(given: Sequence[str]) -> list[tuple[str, int]]:
     """(name, port) of each --model-port. Raises CliError."""
     found = []
     for text in given:
-        name, _, port = text.rpartition("=")
-        if not name or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+        name, _, word = text.rpartition("=")
+        port = whole_number(word, least=1, most=65_535)
+        if not name or port is None:
             raise usage(
                 "bad value for --model-port",
-                f"{text!r} is not NAME=PORT",
+                f"{shorten(text)} is not NAME=PORT",
                 "give a model's name and a port from 1 to 65535",
             )
-        found.append((name, int(port)))
+        found.append((name, port))
     return found
 
 

@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -168,17 +169,25 @@ def test_a_mistake_is_told_in_three_lines(
     assert error_lines(capsys) == lines
 
 
-def own_numbers() -> list[tuple[list[str], str]]:
-    """Every number among the options of every command that is no setting."""
+def options_that(are_wanted: Callable[[Any], bool]) -> list[tuple[list[str], str]]:
+    """The command and the long flag of each such option of any command."""
     found = []
     for path in every_command():
         command = get_command(app)
         for name in path:
             command = command.commands[name]  # type: ignore[attr-defined]
-        for each in command.params:
-            kind = str(getattr(each, "type_descriptor", None) and each.type_descriptor.annotation)
-            if ("int" in kind or "float" in kind) and each.name not in ALL_KEYS:
-                found.append((path, max(each.opts, key=len)))
+        found += [(path, max(each.opts, key=len)) for each in command.params if are_wanted(each)]
+    return found
+
+
+def own_numbers() -> list[tuple[list[str], str]]:
+    """Every number among the options of every command that is no setting."""
+
+    def is_own_number(option: Any) -> bool:
+        kind = str(getattr(option, "type_descriptor", None) and option.type_descriptor.annotation)
+        return ("int" in kind or "float" in kind) and option.name not in ALL_KEYS
+
+    found = options_that(is_own_number)
     assert len(found) == 20
     return found
 
@@ -205,14 +214,7 @@ def test_a_revision_of_what_has_none_is_refused(command: str, capsys: pytest.Cap
 
 def path_options() -> list[tuple[list[str], str]]:
     """Every option of every command that help shows a path for."""
-    found = []
-    for path in every_command():
-        command = get_command(app)
-        for name in path:
-            command = command.commands[name]  # type: ignore[attr-defined]
-        found += [
-            (path, max(each.opts, key=len)) for each in command.params if getattr(each, "metavar", None) == "<path>"
-        ]
+    found = options_that(lambda option: getattr(option, "metavar", None) == "<path>")
     assert len(found) > 50
     return found
 

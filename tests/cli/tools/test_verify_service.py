@@ -54,7 +54,9 @@ def test_what_is_not_there_is_told_in_a_sentence(service: Service, folder: Path)
     assert "no service answers" in done.stderr
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":50051", "h:0", "h:65536", "h:x", "h:٣"])
+@pytest.mark.parametrize(
+    "address", ["", "localhost", "localhost:", ":50051", "h:0", "h:65536", "h:x", "h:٣", f"h:{5000 * '9'}"]
+)
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(CliError, match="is not HOST:PORT"):
         split_address(address)
