@@ -91,6 +91,10 @@ class ClusteredCut:
         others = 0 if self.splits == 1 or self.is_apart else _sum_bytes(self.tokens, self.outputs, self.splits)
         return own + others <= self.stages * (self.tokens + self.outputs) * ROW_BYTES
 
+    def has_inputs(self, num_inputs: int) -> bool:
+        """Whether each split has a block of a matrix of num_inputs."""
+        return BLOCK * self.splits <= num_inputs
+
     @property
     def groups(self) -> int:
         """Number of warp groups that multiply."""
@@ -132,7 +136,9 @@ def split_cut(num_outputs: int, num_inputs: int, num_tokens: int) -> ClusteredCu
         for outputs in range(24, 136, 8)
     )
     at_once = (cut for cut in cuts if cut.num_tiles(num_tokens, num_outputs) <= CLUSTERS[cut.splits])
-    fitting = (cut for cut in at_once if cut.stages >= LEAST_STAGES and cut.holds_sums)
+    fitting = (
+        cut for cut in at_once if cut.stages >= LEAST_STAGES and cut.holds_sums and cut.has_inputs(num_inputs)
+    )
     return min(fitting, key=clocks, default=None)
 
 
@@ -220,7 +226,7 @@ def _launch(
     check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
     if not takes(weight_OK) or O % 8:
         raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
-    if BLOCK * cut.splits > K or (is_gate and cut.splits > 1):
+    if not cut.has_inputs(K) or (is_gate and cut.splits > 1):
         raise ValueError(f"{cut} has too many splits for {K} inputs{', of gate and up' * is_gate}")
     if not (is_gate or cut.holds_sums):
         raise ValueError(f"{cut} has no room for its sums")

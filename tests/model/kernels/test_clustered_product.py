@@ -2,6 +2,7 @@
 a Hopper GPU alone, their sums against torch's."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_products_are_cut_as_was_measured(
 def test_a_cut_whose_sums_have_no_room_is_refused() -> None:
     assert not ClusteredCut(tokens=256, outputs=88, stages=4, splits=2).holds_sums
     assert ClusteredCut(tokens=256, outputs=88, stages=5, splits=2).holds_sums
+
+
+@pytest.mark.parametrize("num_tokens", CLUSTERED_SIZES)
+def test_each_split_of_a_small_matrix_has_inputs(num_tokens: int) -> None:
+    for num_inputs, num_outputs in product(range(64, 1024, 64), range(64, 1024, 64)):
+        cut = split_cut(num_outputs, num_inputs, num_tokens)
+        assert cut is not None
+        assert cut.splits <= num_inputs // 64
 
 
 def test_a_product_that_no_cluster_takes_in_a_round_has_no_cut() -> None:
