@@ -105,7 +105,8 @@ class SlotState:
         self.num_stops_S[slot] = len(stop_ids)
         width, most = len(self.stops_KS), int(self.num_stops_S.max())
         if most > width:
-            self.stops_KS = np.pad(self.stops_KS, ((0, most - width), (0, 0)), constant_values=NO_TOKEN)
+            added = np.full((most - width, len(self.num_stops_S)), NO_TOKEN, np.int32)
+            self.stops_KS = np.concatenate([self.stops_KS, added])
         elif most < width:
             self.stops_KS = self.stops_KS[:most].copy()
         self.stops_KS[: len(stop_ids), slot] = stop_ids
