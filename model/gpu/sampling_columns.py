@@ -39,12 +39,14 @@ class Stage(IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:
-    """stages: what a step runs for the row. columns: by name in model.gpu.state.SAMPLING_COLUMNS. biases: by id.
+    """features: what the row needs. stages: what a step runs for it. columns: by name in
+    model.gpu.state.SAMPLING_COLUMNS. biases: by id.
 
     forbidden: ids never chosen. words: bad words of two tokens or more. All ids are in the vocabulary, except that
     tokens of a word before its last may be any.
     """
 
+    features: Feature
     stages: Stage
     columns: dict[str, float]
     biases: dict[int, float]
@@ -71,7 +73,7 @@ def plan_row(params: SamplingParams, features: Feature, *, vocab_size: int) -> R
         "logprobs": 0 if params.num_logprobs is None else min(params.num_logprobs, vocab_size) + 1,
     }  # fmt: skip
     stages = _stages(features, columns)
-    return RowPlan(stages=stages, columns=columns, biases=biases, forbidden=forbidden, words=words)
+    return RowPlan(features=features, stages=stages, columns=columns, biases=biases, forbidden=forbidden, words=words)
 
 
 def _method(features: Feature, columns: Mapping[str, float]) -> int:

@@ -100,7 +100,7 @@ class SamplingState:
         """Set the tables (values too large for a column) that the plan needs. token_ids_T: int32, prompt and output so
         far."""
         V = self.vocab_size
-        if Feature.PENALTY in features_of(params):
+        if Feature.PENALTY in plan.features:
             self._put_counts(row, token_ids_T, num_prompt_tokens)
         if int(plan.columns["mask"]) & ALWAYS:
             self._send(packed_mask(allowed_always(params, plan.forbidden, vocab_size=V)), self.always_RW[row])

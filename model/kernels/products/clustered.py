@@ -136,9 +136,7 @@ def split_cut(num_outputs: int, num_inputs: int, num_tokens: int) -> ClusteredCu
         for outputs in range(24, 136, 8)
     )
     at_once = (cut for cut in cuts if cut.num_tiles(num_tokens, num_outputs) <= CLUSTERS[cut.splits])
-    fitting = (
-        cut for cut in at_once if cut.stages >= LEAST_STAGES and cut.holds_sums and cut.has_inputs(num_inputs)
-    )
+    fitting = (cut for cut in at_once if cut.stages >= LEAST_STAGES and cut.holds_sums and cut.has_inputs(num_inputs))
     return min(fitting, key=clocks, default=None)
 
 

@@ -281,7 +281,7 @@ class GraphRunner:
 
     def sampled_rows(self, layout: MixedLayout) -> torch.Tensor:
         """int32: rows that a mixed step of this layout samples, in the order of the staging buffer."""
-        return layout.inputs(self._staged_U[HEADER_WORDS:]).rows_S
+        return self._staged_U[HEADER_WORDS:][layout.sections["rows_S"]]
 
     def run_inputs(self, inputs: MixedInputs) -> None:
         """Enqueue a mixed step with inputs that are elsewhere, without changes."""

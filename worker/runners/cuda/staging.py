@@ -15,7 +15,7 @@ the state, of a mask, or tiles · T tokens · B decode rows · S sampled rows ·
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -171,7 +171,9 @@ def _num_chunks(num_tokens: int) -> int:
     return min(MAX_RECORDED_CHUNKS, max(2, num_tokens // 16))
 
 
+@cache
 def _padded(num_decodes: int, num_tokens: int) -> MixedLayout:
+    """The layout of a recorded shape; one object for each, which knows its sections from the first time on."""
     num_chunks = _num_chunks(num_tokens)
     return MixedLayout(
         num_decodes=num_decodes,
