@@ -129,7 +129,7 @@ class Steps:
         none = tokens_T[:0]
         inputs = MixedInputs(
             num_decodes=0, ids_T=ids_T, row_T=torch.zeros_like(tokens_T), position_T=tokens_T, tiles_W4=tiles_W4,
-            last_S=none, rows_S=none, ended_E=none, position_E=none,
+            last_tiles_W4=tiles_W4, last_S=none, rows_S=none, ended_E=none, position_E=none,
         )  # fmt: skip
         self._mixed.forward(inputs)
         return self._decode.project(self._mixed.hidden(slice(0, T))).float().cpu()

@@ -19,7 +19,7 @@ from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
-from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.kernels.attention.prefill import list_last_tiles, list_tiles
 from octavo.worker.runners.cuda.graph_runner import TIMED_CONTEXT, batch_sizes
 
 BLOCK_SIZE = 16
@@ -129,14 +129,15 @@ def prefill_inputs(bench: Bench, num_prompts: int, length: int) -> MixedInputs:
     bench.spread(num_prompts, length)
     host = np.arange(num_prompts * length, dtype=np.int32)
     rows, positions = host // length, host % length
-    tiles = list_tiles((row, row * length, 0, length) for row in range(num_prompts))
+    prompts = [(row, row * length, 0, length) for row in range(num_prompts)]
 
     def device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32)).cuda()
 
     return MixedInputs(
         num_decodes=0, ids_T=device(host * 7919 % 10000), row_T=device(rows), position_T=device(positions),
-        tiles_W4=device(tiles), last_S=device(np.arange(1, num_prompts + 1) * length - 1),
+        tiles_W4=device(list_tiles(prompts)), last_tiles_W4=device(list_last_tiles(prompts)),
+        last_S=device(np.arange(1, num_prompts + 1) * length - 1),
         rows_S=device(np.arange(num_prompts)), ended_E=device(np.arange(num_prompts)),
         position_E=device(np.full(num_prompts, length - 1)),
     )  # fmt: skip

@@ -28,11 +28,13 @@ from octavo.model.kernels.overlap import Overlap
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTokens:
     """The tokens of a step, all int32. row_T: every token's row. position_T: of tokens after the decodes, whose
-    positions are in the state. tiles_W4: of the chunks (model/kernels/attention/prefill.py)."""
+    positions are in the state. tiles_W4, last_tiles_W4: of the chunks, as in MixedInputs; a kernel whose work is
+    divided once for all layers takes the former in the last layer, too."""
 
     row_T: torch.Tensor
     position_T: torch.Tensor
     tiles_W4: torch.Tensor
+    last_tiles_W4: torch.Tensor
     num_decodes: int
 
 
@@ -107,7 +109,8 @@ class HopperAttention:
                 qkv_TC[B:], x_TD[B:], matrices.qkv_bias_C, q_TNH[B:], *pools, tokens.row_T[B:], tokens.position_T[B:],
                 table_RM, weights.cos_LH, weights.sin_LH, eps, matrices.qk_norm_2H,
             )  # fmt: skip
-            invariant_hopper.attend_prompts(q_TNH, *pools, out_TNH, table_RM, tokens.tiles_W4, scale)
+            tiles_W4 = tokens.tiles_W4 if layer < len(weights.layers) - 1 else tokens.last_tiles_W4
+            invariant_hopper.attend_prompts(q_TNH, *pools, out_TNH, table_RM, tiles_W4, scale)
         if B:
             # With chunks, the kernel before this one does not signal when this one may start.
             overlap = self.overlap if len(x_TD) == B else Overlap.NONE

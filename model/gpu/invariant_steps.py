@@ -52,7 +52,8 @@ class InvariantDecodeStep(DecodeStep):
     def run(self, batch_size: int) -> None:
         """See DecodeStep.run."""
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
-        tokens = StepTokens(row_T=rows_B, position_T=rows_B, tiles_W4=self._no_tiles, num_decodes=batch_size)
+        none = self._no_tiles
+        tokens = StepTokens(row_T=rows_B, position_T=rows_B, tiles_W4=none, last_tiles_W4=none, num_decodes=batch_size)
         self.layers.plan(tokens)
         embed_tokens(self.weights, self._none_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
         self.layers.run(x_BD, tokens)
@@ -92,8 +93,9 @@ class InvariantMixedStep(MixedStep):
         """See MixedStep.forward."""
         x_TD = self._buffers.x_TD[: len(inputs.ids_T)]
         tokens = StepTokens(
-            row_T=inputs.row_T, position_T=inputs.position_T, tiles_W4=inputs.tiles_W4, num_decodes=inputs.num_decodes
-        )
+            row_T=inputs.row_T, position_T=inputs.position_T, tiles_W4=inputs.tiles_W4,
+            last_tiles_W4=inputs.last_tiles_W4, num_decodes=inputs.num_decodes,
+        )  # fmt: skip
         self._layers.plan(tokens)
         embed_tokens(self.weights, inputs.ids_T, inputs.row_T, self._state.last_token_R, x_TD)
         self._layers.run_to_heads(x_TD, tokens)

@@ -32,7 +32,8 @@ class MixedInputs:
     """All int32 on the device. num_decodes: B, the number of decode tokens, which come first.
 
     ids_T: -1 for decodes. row_T: every token's row. position_T: of chunk tokens (decodes' entries are not read).
-    tiles_W4: of the chunks (model/kernels/attention/prefill.py). last_S: index of each sampled row's token.
+    tiles_W4: of the chunks (model/kernels/attention/prefill.py). last_tiles_W4: those of the last layer, where only
+    tokens that are read need attention. last_S: index of each sampled row's token.
     rows_S: the sampled rows, decodes first. ended_E, position_E: rows whose prompt ends here, their last position.
     """
 
@@ -41,6 +42,7 @@ class MixedInputs:
     row_T: torch.Tensor
     position_T: torch.Tensor
     tiles_W4: torch.Tensor
+    last_tiles_W4: torch.Tensor
     last_S: torch.Tensor
     rows_S: torch.Tensor
     ended_E: torch.Tensor
@@ -75,7 +77,8 @@ class MixedStep:
             self._decode.sample(self.finish(inputs.last_S), inputs.rows_S)
 
     def hidden(self, tokens: slice) -> torch.Tensor:
-        """Hidden states after the final norm, [tokens, D], of these tokens of the last step."""
+        """Hidden states after the final norm, [tokens, D], of these tokens of the last step, whose last_tiles_W4 had
+        them."""
         device, weights = self._buffers.x_TD.device, self.weights
         index_S = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=device)
         x_SD = self.finish(index_S)
@@ -105,7 +108,8 @@ class MixedStep:
         self._decode.state.position_R[inputs.ended_E.long()] = inputs.position_E
 
     def forward(self, inputs: MixedInputs) -> None:
-        """Run every layer over all tokens, up to and including the last one's attention."""
+        """Run every layer over all tokens, up to and including the last one's attention, which only the tokens of
+        last_tiles_W4 get."""
         T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
         x_TD = self._buffers.x_TD[:T]
         finish, overlap = self._products(x_TD)
@@ -144,7 +148,8 @@ class MixedStep:
             table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps, layer.qk_norm_2H, overlap=overlap,
         )  # fmt: skip
         if wide is None:
-            prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale, overlap=overlap)
+            tiles_W4 = inputs.tiles_W4 if index < len(weights.layers) - 1 else inputs.last_tiles_W4
+            prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, tiles_W4, config.scale, overlap=overlap)
             return
         widen(k_pool, v_pool, wide)
         wide_W4, left_W4 = wide.tiles(len(inputs.tiles_W4))

@@ -127,6 +127,8 @@ class PromptScorer:
         for index, chunk in enumerate(plan.prefill):
             if chunk.slot in self._rows:
                 found[index] = self._score(chunk, first_token, hidden_of)
+                if chunk.is_last:
+                    del self._rows[chunk.slot]
             first_token += chunk.num_tokens
         return found
 

@@ -60,6 +60,15 @@ def list_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     return np.asarray(tiles, np.int32).reshape(-1, 4)
 
 
+def list_last_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
+    """Of `list_tiles`, the tile of each chunk's last token: the same tile, so the same bits."""
+    return list_tiles(
+        (row, token + done, position + done, count - done)
+        for row, token, position, count in chunks
+        for done in [(count - 1) // QUERY_TILE * QUERY_TILE]
+    )
+
+
 def prefill_attention_reference(
     q_TNH: torch.Tensor,
     k_pool_PKSH: torch.Tensor,

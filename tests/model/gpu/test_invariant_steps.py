@@ -9,7 +9,7 @@ from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu.invariant_layers import InvariantLayers
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.mixed_step import MixedInputs
-from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.kernels.attention.prefill import list_last_tiles, list_tiles
 from tests.model.gpu.test_steps import CONFIG, DEVICE, Device, ints
 
 pytestmark = pytest.mark.usefixtures("one_order")
@@ -31,7 +31,8 @@ def test_behind_the_last_attention_only_sampled_tokens_go_on(monkeypatch: pytest
     mixed.run(
         MixedInputs(
             num_decodes=0, ids_T=ints(range(11)), row_T=ints([0] * 7 + [1] * 4),
-            position_T=ints([*range(7), *range(4)]), tiles_W4=ints(list_tiles(chunks)), last_S=ints([6, 10]),
+            position_T=ints([*range(7), *range(4)]), tiles_W4=ints(list_tiles(chunks)),
+            last_tiles_W4=ints(list_last_tiles(chunks)), last_S=ints([6, 10]),
             rows_S=ints([0, 1]), ended_E=ints([0, 1]), position_E=ints([6, 3]),
         )
     )  # fmt: skip

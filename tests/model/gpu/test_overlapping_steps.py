@@ -20,7 +20,7 @@ from octavo.model.gpu.overlapping_layers import (
 )
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
-from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.kernels.attention.prefill import list_last_tiles, list_tiles
 from octavo.model.kernels.products.hopper import BLOCK
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.parallel import config_of_rank
@@ -201,6 +201,7 @@ def test_steps_of_prompts_and_decodes_have_the_logits_of_the_way_by_a_library(
         row_T=ints([*range(decodes), *(row for row, _, _, count in chunks for _ in range(count))]),
         position_T=ints([0] * decodes + [start + i for _, _, start, count in chunks for i in range(count)]),
         tiles_W4=torch.from_numpy(list_tiles(chunks)).cuda(),
+        last_tiles_W4=torch.from_numpy(list_last_tiles(chunks)).cuda(),
         last_S=ints([*range(decodes), *(first + count - 1 for _, first, _, count in chunks)]),
         rows_S=ints([*range(num_rows)]),
         ended_E=ints([row for row, *_ in chunks]),

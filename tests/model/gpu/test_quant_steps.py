@@ -15,7 +15,7 @@ from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
-from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.kernels.attention.prefill import list_last_tiles, list_tiles
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear, WeightFormat
 from octavo.model.quantization.cache_scales import fold_cache_scales
@@ -115,11 +115,12 @@ def check_steps(
     assert paths == ({Cublas} if weights.is_quantized else {Cublas, SmallBatch})
     mixed = MixedStep(decode, max_tokens=256)
     ids = np.random.default_rng(0).integers(0, 290, 37).tolist()
+    prompt = [(0, 0, 0, 37)]
     mixed.run(
         MixedInputs(
             num_decodes=0, ids_T=ints(ids), row_T=ints([0] * 37), position_T=ints(range(37)),
-            tiles_W4=ints(list_tiles([(0, 0, 0, 37)])), last_S=ints([36]), rows_S=ints([0]), ended_E=ints([0]),
-            position_E=ints([36]),
+            tiles_W4=ints(list_tiles(prompt)), last_tiles_W4=ints(list_last_tiles(prompt)), last_S=ints([36]),
+            rows_S=ints([0]), ended_E=ints([0]), position_E=ints([36]),
         )
     )  # fmt: skip
     expected = expected_logits(floats, ids, kv_dtype)

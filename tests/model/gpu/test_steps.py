@@ -15,7 +15,7 @@ from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
-from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.kernels.attention.prefill import list_last_tiles, list_tiles
 from octavo.model.parallel import Ranks
 from tests.support.model.interpreter import cut_decodes_coarsely
 from tests.support.model.ranks import alone, cut, on_ranks
@@ -63,14 +63,15 @@ class Device:
         rows = decodes + [row for row, ids, _, _ in chunks for _ in ids]
         positions = [0] * len(decodes) + [start + i for _, ids, start, _ in chunks for i in range(len(ids))]
         firsts = np.cumsum([len(decodes), *(len(ids) for _, ids, _, _ in chunks)]).tolist()
-        tiles = list_tiles((row, firsts[i], start, len(ids)) for i, (row, ids, start, _) in enumerate(chunks))
+        placed = [(row, firsts[i], start, len(ids)) for i, (row, ids, start, _) in enumerate(chunks)]
         ended = [i for i, chunk in enumerate(chunks) if chunk[3]]
         for i in ended:
             self.state.num_prompt_R[chunks[i][0]] = chunks[i][2] + len(chunks[i][1])
         self.mixed.run(
             MixedInputs(
                 num_decodes=len(decodes), ids_T=ints(ids), row_T=ints(rows), position_T=ints(positions),
-                tiles_W4=ints(tiles), last_S=ints([*range(len(decodes)), *(firsts[i + 1] - 1 for i in ended)]),
+                tiles_W4=ints(list_tiles(placed)), last_tiles_W4=ints(list_last_tiles(placed[i] for i in ended)),
+                last_S=ints([*range(len(decodes)), *(firsts[i + 1] - 1 for i in ended)]),
                 rows_S=ints(decodes + [chunks[i][0] for i in ended]), ended_E=ints([chunks[i][0] for i in ended]),
                 position_E=ints([chunks[i][2] + len(chunks[i][1]) - 1 for i in ended]),
             )

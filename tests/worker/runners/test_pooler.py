@@ -1,12 +1,14 @@
-"""Sums over chunks, by hand."""
+"""Sums over chunks, by hand, and when all of a step's hidden states are needed."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.wire.messages import Pooling, SamplingParams
-from octavo.worker.runners.outputs import Pooler
-from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from octavo.worker.runners.outputs import Pooler, PromptScorer
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, SlotLogprobs, StepPlan
 
 HIDDEN_TD = torch.arange(60, dtype=torch.float32).reshape(20, 3)
 
@@ -70,3 +72,17 @@ def test_sums_are_in_float32() -> None:
     half_TD = torch.full((20, 3), 1.0 + 2**-7, dtype=torch.bfloat16)
     (vector_D,) = pooler.take(plan((0, 0, 20, True)), half_TD.__getitem__, first_token=0).values()
     assert (vector_D.dtype, vector_D.tolist()) == (torch.float32, [1.0 + 2**-7] * 3)
+
+
+def test_once_a_prompt_is_scored_only_sampled_tokens_are_read_again() -> None:
+    scorer = PromptScorer(lambda hidden_ND: torch.zeros(len(hidden_ND), 8), vocab_size=8)
+    scorer.join(replace(join(0, None), sampling=SamplingParams(num_prompt_logprobs=1)))
+    scorer.join(join(1, None))
+    for step, num_scored in ((plan((0, 0, 2, False), (1, 0, 5, True)), 2), (plan((0, 2, 3, True)), 2)):
+        assert scorer.is_used
+        assert {index: len(scores) for index, scores in take_scores(scorer, step).items()} == {0: num_scored}
+    assert not scorer.is_used
+
+
+def take_scores(scorer: PromptScorer, step: StepPlan) -> dict[int, list[SlotLogprobs]]:
+    return scorer.take(step, HIDDEN_TD.__getitem__, first_token=0)

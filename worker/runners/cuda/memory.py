@@ -103,7 +103,8 @@ def _run_largest_prefill(runner: CudaRunner) -> None:
     plan = StepPlan(step=0, prefill=tuple(chunks))
     layout = MixedLayout.exact(plan)
     words_U = np.zeros(layout.num_words, np.int32)
-    layout.fill(words_U, plan, [np.zeros(longest, np.int32)] * (scratch + 1), scratch_row=scratch)
+    no_tokens_R = [np.zeros(longest, np.int32)] * (scratch + 1)
+    layout.fill(words_U, plan, no_tokens_R, scratch_row=scratch, are_all_read=True)
     runner.graphs.run_inputs(layout.inputs(torch.from_numpy(words_U).to(runner.graphs.kv.k_pool_LPKBH.device)))
 
 

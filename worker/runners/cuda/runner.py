@@ -344,7 +344,9 @@ class CudaRunner:
         exact = MixedLayout.exact(plan)
         layout = self.graphs.find_shape(exact, len(plan.prefill))
         payload_U = self._staging.payload(layout.num_words)
-        layout.fill(payload_U, plan, self._tokens_R, scratch_row=self.config.max_slots)
+        are_all_read = self._pooler.is_used or self._scorer.is_used
+        scratch_row = self.config.max_slots
+        layout.fill(payload_U, plan, self._tokens_R, scratch_row=scratch_row, are_all_read=are_all_read)
         self._staging.send(layout.num_words)
         self.graphs.run_mixed(layout)
         rows_B = self.graphs.sampled_rows(layout)

@@ -23,11 +23,13 @@ import torch
 from octavo.model.gpu.mixed_step import MixedInputs
 from octavo.model.gpu.sampling_state import DeviceMasks
 from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout
-from octavo.model.kernels.attention.prefill import QUERY_TILE, list_tiles
+from octavo.model.kernels.attention.prefill import QUERY_TILE, list_last_tiles, list_tiles
 from octavo.model.kernels.row_changes import HEADER_WORDS
 from octavo.model.kernels.sampling.mask import num_words
-from octavo.worker.scheduler.plan import NewRequest, StepPlan
+from octavo.worker.scheduler.plan import NewRequest, Slot, StepPlan
 
+_PlacedChunk = tuple[Slot, int, int, int]
+"""Slot, first token in the step, its position, number of tokens."""
 _ALIGNMENT_WORDS = 4
 DECODE_SIZES = (0, 8, 32, 64, 128, 256, 512, 1024)
 TOKEN_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -73,8 +75,8 @@ class MixedLayout:
         num_sampled = self.num_decodes + self.num_ends
         counts = {
             "ids_T": self.num_tokens, "row_T": self.num_tokens, "position_T": self.num_tokens,
-            "tiles_W4": 4 * self.num_tiles, "last_S": num_sampled, "rows_S": num_sampled,
-            "ended_E": self.num_ends, "position_E": self.num_ends,
+            "tiles_W4": 4 * self.num_tiles, "last_tiles_W4": 4 * self.num_tiles, "last_S": num_sampled,
+            "rows_S": num_sampled, "ended_E": self.num_ends, "position_E": self.num_ends,
         }  # fmt: skip
         sections, end = {}, 0
         for name, count in counts.items():
@@ -90,11 +92,20 @@ class MixedLayout:
     def inputs(self, payload_U: torch.Tensor) -> MixedInputs:
         """Views of the payload on the device."""
         views = {name: payload_U[section] for name, section in self.sections.items()}
-        views["tiles_W4"] = views["tiles_W4"].view(-1, 4)
+        views |= {name: views[name].view(-1, 4) for name in ("tiles_W4", "last_tiles_W4")}
         return MixedInputs(num_decodes=self.num_decodes, **views)
 
-    def fill(self, words_U: np.ndarray, plan: StepPlan, tokens_R: Sequence[np.ndarray], *, scratch_row: int) -> None:
-        """Write the plan, which must fit, into the payload. tokens_R: known tokens of each slot."""
+    def fill(
+        self,
+        words_U: np.ndarray,
+        plan: StepPlan,
+        tokens_R: Sequence[np.ndarray],
+        *,
+        scratch_row: int,
+        are_all_read: bool = False,
+    ) -> None:
+        """Write the plan, which must fit, into the payload. tokens_R: known tokens of each slot. are_all_read: whether
+        hidden states of any token may be read after the step, and not only those of sampled rows."""
         words_U[:] = 0
         part = {name: words_U[section] for name, section in self.sections.items()}
         num_decodes = len(plan.decode_slots_S)
@@ -106,25 +117,34 @@ class MixedLayout:
         part["rows_S"][:] = scratch_row
         part["rows_S"][:num_decodes] = plan.decode_slots_S
         part["ended_E"][:] = scratch_row
-        self._fill_chunks(part, plan, tokens_R)
+        placed, ended = self._fill_chunks(part, plan, tokens_R)
+        tiles_W4 = list_tiles(placed)
+        last_tiles_W4 = tiles_W4 if are_all_read else list_last_tiles(ended)
+        part["tiles_W4"][: tiles_W4.size] = tiles_W4.ravel()
+        part["last_tiles_W4"][: last_tiles_W4.size] = last_tiles_W4.ravel()
 
-    def _fill_chunks(self, part: dict[str, np.ndarray], plan: StepPlan, tokens_R: Sequence[np.ndarray]) -> None:
-        token, num_ended, placed = self.num_decodes, 0, []
+    def _fill_chunks(
+        self, part: dict[str, np.ndarray], plan: StepPlan, tokens_R: Sequence[np.ndarray]
+    ) -> tuple[list[_PlacedChunk], list[_PlacedChunk]]:
+        """Returns all chunks, and those that end their prompt."""
+        token, num_ended, placed, ended = self.num_decodes, 0, [], []
         for chunk in plan.prefill:
             start, stop, end = chunk.start, chunk.start + chunk.num_tokens, token + chunk.num_tokens
             part["ids_T"][token:end] = tokens_R[chunk.slot][start:stop]
             part["row_T"][token:end] = chunk.slot
             part["position_T"][token:end] = np.arange(start, stop)
             placed.append((chunk.slot, token, start, chunk.num_tokens))
-            for slot in (chunk.slot, *chunk.forks) if chunk.is_last else ():
+            token = end
+            if not chunk.is_last:
+                continue
+            ended.append(placed[-1])
+            for slot in (chunk.slot, *chunk.forks):
                 part["last_S"][self.num_decodes + num_ended] = end - 1
                 part["rows_S"][self.num_decodes + num_ended] = slot
                 part["ended_E"][num_ended] = slot
                 part["position_E"][num_ended] = stop - 1
                 num_ended += 1
-            token = end
-        tiles_W4 = list_tiles(placed)
-        part["tiles_W4"][: tiles_W4.size] = tiles_W4.ravel()
+        return placed, ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,24 @@ def test_a_padded_plan_has_scratch_rows_tokens_of_no_row_and_empty_tiles() -> No
     assert inputs.row_T.tolist() == [4, 2, 9, 7, 7, 5, 5, 5, -1, -1]
     assert inputs.position_T.tolist() == [0, 0, 0, 3, 4, 0, 1, 2, 0, 0]
     assert inputs.tiles_W4.tolist() == [[7, 3, 3, 2], [5, 5, 0, 3], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert inputs.last_tiles_W4.tolist() == [[5, 5, 0, 3], *[[0, 0, 0, 0]] * 3]
     assert inputs.rows_S.tolist() == [4, 2, 9, 5, 9]
     assert inputs.last_S.tolist() == [0, 1, 0, 7, 0]
     assert (inputs.ended_E.tolist(), inputs.position_E.tolist()) == ([5, 9], [2, 0])
+
+
+@pytest.mark.parametrize("are_all_read", [False, True])
+def test_the_last_layer_attends_from_the_tiles_that_are_read(are_all_read: bool) -> None:
+    plan = plan_of([4], chunk(7, 40, 300), chunk(5, 0, 128), chunk(6, 128, 257, last=False))
+    layout = MixedLayout.exact(plan)
+    words = np.empty(layout.num_words, np.int32)
+    tokens = [np.zeros(400, np.int32)] * 9
+    layout.fill(words, plan, tokens, scratch_row=9, are_all_read=are_all_read)
+    inputs = layout.inputs(torch.from_numpy(words))
+    tiles = {tuple(tile) for tile in inputs.tiles_W4.tolist()}
+    last_tiles = {tuple(tile) for tile in inputs.last_tiles_W4.tolist() if tile[3]}
+    assert last_tiles == (tiles if are_all_read else {(7, 257, 296, 44), (5, 301, 0, 128)})
+    assert last_tiles <= tiles, "another tile has other bits"
 
 
 @pytest.mark.parametrize(
