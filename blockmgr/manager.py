@@ -167,10 +167,11 @@ class BlockManager:
         if is_on_host.any() and (num_used := num_to_use(is_on_host)) < len(hits):
             hits, is_on_host = hits[:num_used], is_on_host[:num_used]
             chain = chain.fork(num_used)
-        self._check_room(hits[~is_on_host], len(hits), reserve_tokens or 0)
-        self._pool.share(hits[~is_on_host])
-        if is_on_host.any():
-            self.host.share(hits[is_on_host])
+        on_device, on_host = hits[~is_on_host], hits[is_on_host]
+        self._check_room(on_device, len(hits), reserve_tokens or 0)
+        self._pool.share(on_device)
+        if len(on_host):
+            self.host.share(on_host)
         admission = self._place(request_id, chain, hits, len(hits) * self.config.block_size, reserve_tokens or 0)
         self.num_queried_tokens += len(token_ids_T)
         self.num_hit_tokens += admission.num_cached_tokens
@@ -203,14 +204,16 @@ class BlockManager:
         """Open a slot for blocks of either tier. There is room, and the caller has taken references to them."""
         self._looked_up = None
         is_on_host = blocks >= self.config.num_blocks
+        num_on_host = int(np.count_nonzero(is_on_host))
         num_more = max(0, self._growth.blocks_for(reserve_tokens) - len(blocks))
-        new = self._pool.allocate(int(is_on_host.sum()) + num_more)
-        row = np.concatenate([blocks, new[len(new) - num_more :]])
-        row[: len(blocks)][is_on_host] = new[: len(new) - num_more]
+        new = self._pool.allocate(num_on_host + num_more)
+        row = np.concatenate([blocks, new[num_on_host:]])
+        if num_on_host:
+            row[: len(blocks)][is_on_host] = new[:num_on_host]
         slot = self._open(request_id, chain, row)
-        if is_on_host.any():
-            self.host.copy_in(blocks[is_on_host], row[: len(blocks)][is_on_host])
-        return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=int(is_on_host.sum()))
+        if num_on_host:
+            self.host.copy_in(blocks[is_on_host], new[:num_on_host])
+        return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=num_on_host)
 
     @property
     def num_awaited(self) -> int:
@@ -219,7 +222,7 @@ class BlockManager:
 
     def is_awaited(self, slot: int) -> bool:
         """Whether some blocks of this slot are not back from the host yet; until then no step may include it."""
-        return bool(self.host.is_awaited_P[self._tables.row(slot)].any())
+        return self.num_awaited > 0 and bool(self.host.is_awaited_P[self._tables.row(slot)].any())
 
     @property
     def may_move(self) -> bool:

@@ -95,6 +95,8 @@ class TenantFairness:
             return
         self._num_appends_seen = self._slots.num_appends
         held_H = (self._number_S != _NONE).nonzero()[0]
+        if not len(held_H):
+            return
         num_due_H = self._slots.num_known_S[held_H] - self._paid_S[held_H]
         sums = np.bincount(self._number_S[held_H], weights=num_due_H, minlength=1)
         for number in sums.nonzero()[0].tolist():
