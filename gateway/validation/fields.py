@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -107,7 +107,8 @@ class Visible:
         text = str(value)
         if len(text) > self.high:
             return f"has {len(text)} characters, at most {self.high} are allowed"
-        return None if all("!" <= character <= "~" for character in text) else "must be visible ASCII without spaces"
+        is_visible = text.isascii() and text.isprintable() and " " not in text
+        return None if is_visible else "must be visible ASCII without spaces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,22 +334,32 @@ def raise_if_any(found: Iterable[Violation]) -> None:
 def violations(message: Message, prefix: str) -> Iterator[Violation]:
     """What is wrong in this message and its submessages, in field order."""
     rules = TABLE[message.DESCRIPTOR.full_name]
+    given = {descriptor.name: (descriptor, value) for descriptor, value in message.ListFields()}
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
     for name in rules.required_oneofs:
         if message.WhichOneof(name) is None:
             yield unset_choice(message, name, prefix)
     for name in rules.required:
-        if not _is_set(message, name):
+        if name not in given:
             yield Violation(field=prefix + name, description="must be set")
     miscounted = set[str]()
     for name, count in rules.counts.items():
-        if (wrong := count(getattr(message, name))) is not None:
+        if (wrong := count(given[name][1] if name in given else ())) is not None:
             miscounted.add(name)
             yield Violation(field=prefix + name, description=wrong)
-    for descriptor, value in message.ListFields():
-        if descriptor.name not in miscounted:  # elements of a list that is too long are not looked at
-            yield from _field_violations(descriptor, value, prefix + descriptor.name)
+    for name, (descriptor, value) in given.items():
+        rule = rules.fields[name]
+        if name in miscounted:  # elements of a list that is too long are not looked at
+            continue
+        if rule is not_served:
+            yield Violation(field=prefix + name, description="is not supported")
+        elif descriptor.is_repeated:
+            yield from _element_violations(descriptor, rule, value, prefix + name)
+        elif isinstance(value, Message):
+            yield from violations(value, f"{prefix}{name}.")
+        elif (wrong := rule(value)) is not None:
+            yield Violation(field=prefix + name, description=wrong)
 
 
 def unset_choice(message: Message, oneof: str, prefix: str = "") -> Violation:
@@ -357,31 +368,14 @@ def unset_choice(message: Message, oneof: str, prefix: str = "") -> Violation:
     return Violation(field=prefix + oneof, description=f"one of {choice} must be set")
 
 
-def _is_set(message: Message, name: str) -> bool:
-    field = message.DESCRIPTOR.fields_by_name[name]
-    return message.HasField(name) if field.has_presence else bool(getattr(message, name))
-
-
-def _field_violations(field: FieldDescriptor, value: object, path: str) -> Iterator[Violation]:
-    assert field.containing_type is not None
-    if TABLE[field.containing_type.full_name].fields[field.name] is not_served:
-        yield Violation(field=path, description="is not supported")
-    elif not field.is_repeated:
-        yield from _value_violations(field, value, path)
-    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-        for key in sorted(value):  # type: ignore[call-overload]
-            yield from _value_violations(field, value[key], f"{path}[{key}]")  # type: ignore[index]
+def _element_violations(field: FieldDescriptor, rule: Rule, values: Any, path: str) -> Iterator[Violation]:
+    elements: Iterable[tuple[object, Any]] = ()  # repeated numbers are ids: what they may be depends on the model
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        elements = ((key, values[key]) for key in sorted(values))
     elif field.message_type is not None or field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        for index, element in enumerate(value):  # type: ignore[arg-type, var-annotated]
-            yield from _value_violations(field, element, f"{path}[{index}]")
-    # Repeated numbers are ids: what they may be depends on the model (see `generate`).
-
-
-def _value_violations(field: FieldDescriptor, value: object, path: str) -> Iterator[Violation]:
-    if isinstance(value, Message):
-        yield from violations(value, path + ".")
-        return
-    assert field.containing_type is not None
-    rule = TABLE[field.containing_type.full_name].fields[field.name]
-    if (wrong := rule(value)) is not None:
-        yield Violation(field=path, description=wrong)
+        elements = enumerate(values)
+    for name, value in elements:
+        if isinstance(value, Message):
+            yield from violations(value, f"{path}[{name}].")
+        elif (wrong := rule(value)) is not None:
+            yield Violation(field=f"{path}[{name}]", description=wrong)

@@ -91,6 +91,8 @@ def is_constrained(request: pb.GenerateRequest) -> bool:
 def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violation]:
     yield from _stop_violations(request.stop, prefix)
     yield from _format_violations(request, prefix)
+    if not request.HasField("chat"):
+        return
     yield from chat_violations(request.chat, f"{prefix}chat.")
     if request.chat.tool_choice in _FORCED_CHOICES and request.HasField("constraint"):
         yield Violation(
@@ -148,11 +150,14 @@ def _tool_choice_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
 def check_ids(ids: Sequence[int], vocab_size: int, path: str, *, first: int = 0) -> np.ndarray:
     """The ids as int32 [T]. first: position of the first one in the caller's list. Raises InvalidRequest naming ids
     that the model does not have."""
+    if not ids:
+        return np.empty(0, np.int32)
     ids_T = np.asarray(ids, np.int64)
-    raise_if_any(
-        Violation(field=f"{path}[{first + at}]", description=f"{ids_T[at]} is not below vocab_size ({vocab_size})")
-        for at in np.flatnonzero(ids_T >= vocab_size)
-    )
+    if ids_T.max() >= vocab_size:
+        raise_if_any(
+            Violation(field=f"{path}[{first + at}]", description=f"{ids_T[at]} is not below vocab_size ({vocab_size})")
+            for at in np.flatnonzero(ids_T >= vocab_size)
+        )
     return ids_T.astype(np.int32)
 
 
