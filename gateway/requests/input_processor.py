@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,6 +68,8 @@ def deadline_of(
     *, arrived_s: float, wire_timeout_s: float | None, timeout_s: float | None, at_end: AtDeadline
 ) -> Deadline:
     """The earlier of the call's deadline and the request's. Both are seconds from arrival; None: not given."""
+    if wire_timeout_s is None and timeout_s is None:
+        return Deadline(at_end=at_end)
     is_partial = at_end is AtDeadline.PARTIAL
     ends = []
     if wire_timeout_s is not None:
@@ -84,11 +86,15 @@ def deadline_of(
     )
 
 
-@asynccontextmanager
-async def until(end_s: float | None) -> AsyncIterator[None]:
+def until(end_s: float | None) -> AbstractAsyncContextManager[None]:
     """Run the block until end_s (monotonic; None: no limit). Raises DeadlinePassed if it has not ended by then."""
+    return nullcontext() if end_s is None else _until(end_s)
+
+
+@asynccontextmanager
+async def _until(end_s: float) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
+        async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
             yield
     except TimeoutError:
         raise deadline_before_sending() from None
