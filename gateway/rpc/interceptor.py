@@ -119,6 +119,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._message_timeout_s = message_timeout_s
         self._waits: dict[asyncio.Timeout, None] = {}  # waits for requests, oldest first
         self._max_metadata_bytes = max_metadata_bytes
+        self._wrapped_handlers: dict[str, tuple[Any, Any]] = {}  # by method: the handler, and what wraps it
         self._meters = meters
         self._pushback_ms = pushback_ms
         self._authenticator = authenticator or Authenticator()
@@ -139,7 +140,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if not method.startswith(_QUIET_PREFIXES):
             self._meters.called.add(method)
-        return self._wrapped(handler, method)
+        known = self._wrapped_handlers.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped_handlers[method] = handler, self._wrapped(handler, method)
+        return known[1]
 
     def _refusal(self, method: str, num_bytes: int) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler that refuses oversized metadata: the library enforces the limit only once the client has
