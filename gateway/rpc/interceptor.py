@@ -89,6 +89,49 @@ class RpcScope:
 current_rpc: ContextVar[RpcScope] = ContextVar("current_rpc")
 
 
+class RequestWaits:
+    """Bounds the waits for unary requests, by time and by number. They all may take equally long, so the oldest ends
+    first, and one timer does for all: nearly every request is there at once, and a timer of its own would be one of the
+    dearer parts of its call."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._due_s: dict[asyncio.Task[Any], float] = {}  # by the task that waits, oldest first
+        self._ended: set[asyncio.Task[Any]] = set()  # cancelled from here
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def read(self, context: Context) -> Any:
+        """The call's first message, or EOF. Raises DeadlinePassed if it does not come in time, or too many wait."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "the library answers each call in a task"
+        self._due_s[task] = loop.time() + self.timeout_s
+        if self._timer is None:
+            self._timer = loop.call_later(self.timeout_s, self._end_overdue)
+        if len(self._due_s) > MAX_WAITS:
+            self._end(next(iter(self._due_s)))
+        try:
+            return await context.read()
+        except asyncio.CancelledError:
+            if task in self._ended and not task.uncancel():  # else the call was cancelled, too
+                raise DeadlinePassed("the request did not come in time") from None
+            raise
+        finally:
+            self._due_s.pop(task, None)
+            self._ended.discard(task)
+
+    def _end_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        for task in [task for task, due_s in self._due_s.items() if due_s <= loop.time()]:
+            self._end(task)
+        oldest_s = next(iter(self._due_s.values()), None)
+        self._timer = None if oldest_s is None else loop.call_at(oldest_s, self._end_overdue)
+
+    def _end(self, task: "asyncio.Task[Any]") -> None:
+        del self._due_s[task]
+        self._ended.add(task)
+        task.cancel()
+
+
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """One per gateway and authenticator. Callers that are refused get no further than this."""
 
@@ -116,8 +159,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._tracing = tracing
         self._open_calls = open_calls
         self._model = model
-        self._message_timeout_s = message_timeout_s
-        self._waits: dict[asyncio.Timeout, None] = {}  # waits for requests, oldest first
+        self._waits = RequestWaits(message_timeout_s)
         self._max_metadata_bytes = max_metadata_bytes
         self._wrapped_handlers: dict[str, tuple[Any, Any]] = {}  # by method: the handler, and what wraps it
         self._meters = meters
@@ -177,26 +219,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _single_message(self, parse: Parse) -> ReadRequest:
         async def read(_: Any, context: Context) -> Any:
-            try:
-                async with asyncio.timeout(self._message_timeout_s) as wait:
-                    self._waits[wait] = None
-                    if len(self._waits) > MAX_WAITS:
-                        self._end_longest_wait()
-                    data = await context.read()
-            except TimeoutError:
-                raise DeadlinePassed("the request did not come in time") from None
-            finally:
-                self._waits.pop(wait, None)
+            data = await self._waits.read(context)
             if data is grpc.aio.EOF:
                 raise MalformedMessage("the call has no request")
             return parse(data)
 
         return read
-
-    def _end_longest_wait(self) -> None:
-        longest = next(wait for wait in self._waits if not wait.expired())  # this call's own has not
-        del self._waits[longest]
-        longest.reschedule(0.0)
 
     def _streaming(self, behaviour: Callable[..., Any], method: str, read: ReadRequest) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(behaviour):

@@ -312,7 +312,7 @@ async def test_a_request_that_never_comes_is_not_waited_for_for_ever(tmp_path: A
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         refusal = await silent(channel, "fine", ends=False)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-        guard._message_timeout_s = 30.0  # this one comes, though the machine may pause
+        guard._waits.timeout_s = 30.0  # this one comes, though the machine may pause
         assert await channel.unary_unary("/t.S/fine")(b"x", timeout=30) == b"ok"
     await server.stop(0)
 
