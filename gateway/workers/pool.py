@@ -165,7 +165,7 @@ class WorkerPool:
         self.stats.routed[reason.value] += 1
         record = self._registry.get(best.incarnation)
         assert record is not None
-        return replace(record.view(time.monotonic()), cached_tokens=best.cached_tokens)
+        return record.view(time.monotonic(), cached_tokens=best.cached_tokens)
 
     # ------------------------------------------------------------ requests
 

@@ -117,8 +117,8 @@ class WorkerRecord:
         """How many requests it takes, running and queued."""
         return self.capacity.max_num_seqs + self.capacity.max_waiting
 
-    def view(self, now_s: float) -> WorkerView:
-        """A frozen snapshot."""
+    def view(self, now_s: float, *, cached_tokens: int = 0) -> WorkerView:
+        """A frozen snapshot. cached_tokens: of the prompt for which it was chosen."""
         return WorkerView(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -139,6 +139,7 @@ class WorkerRecord:
             num_preemptions=self.num_preemptions,
             num_queried_tokens=self.num_queried_tokens,
             num_hit_tokens=self.num_hit_tokens,
+            cached_tokens=cached_tokens,
         )
 
 
