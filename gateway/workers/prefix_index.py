@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import numpy as np
+import structlog
 
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind
 from octavo.gateway.workers.prefix_tree import BYTES_A_NODE, NOBODY, Holding, PrefixTree
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 
+log = structlog.get_logger(__name__)
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
 PART_BLOCKS = 512  # of a worker that is gone, dropped in one turn of the loop: one or two milliseconds
 PAUSE_S = 0.002  # between two such turns
@@ -231,6 +233,10 @@ class PrefixIndex:
         )
 
 
+def _in_the_next_turn(work: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(work)
+
+
 def _after_a_pause(work: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(PAUSE_S, work)
 
@@ -238,8 +244,10 @@ def _after_a_pause(work: Callable[[], None]) -> None:
 class PrefixIndexes:
     """All indexes, one per model name and block size, and one feed of changes per model.
 
-    Each index is bounded by ``max_nodes`` and goes with its last worker; feeds stay. now_us: see `BlockFeed`.
-    later(work): runs work in a later turn of the loop.
+    Each index is bounded by ``max_nodes`` and goes with its last worker; feeds stay. Events come right behind the
+    tokens of their step, for which callers wait: they are applied in the next turn of the loop, after those are on
+    their way, or as soon as anything is asked. now_us: see `BlockFeed`. soon(work), later(work): run work in the next
+    turn of the loop, or in a later one.
     """
 
     def __init__(
@@ -247,9 +255,12 @@ class PrefixIndexes:
         *,
         max_nodes: int,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+        soon: Callable[[Callable[[], None]], object] = _in_the_next_turn,
         later: Callable[[Callable[[], None]], object] = _after_a_pause,
     ) -> None:
         self._max_nodes = max_nodes
+        self._soon = soon
+        self._coming: deque[tuple[WorkerRecord, KvEvents]] = deque()
         self._later = later
         self._is_dropping = False
         self._emptied: list[object] = []  # freeing each takes a turn of the loop
@@ -263,7 +274,19 @@ class PrefixIndexes:
         return BYTES_A_NODE * sum(map(len, self._indexes.values()))
 
     def apply(self, record: WorkerRecord, message: KvEvents) -> None:
-        """Apply a worker's events, in order."""
+        """Apply a worker's events, in order and soon."""
+        self._coming.append((record, message))
+        if len(self._coming) == 1:
+            self._soon(self._apply_coming)
+
+    def _apply_coming(self) -> None:
+        while self._coming:
+            try:
+                self._apply(*self._coming.popleft())
+            except Exception:  # nothing that a worker sends may end the gateway, or a caller's request
+                log.exception("message_failed")
+
+    def _apply(self, record: WorkerRecord, message: KvEvents) -> None:
         key = (record.card.name, record.capacity.block_size)
         index, feed = self._indexes.get(key), self._feed(key[0])
         if index is None:
@@ -276,6 +299,7 @@ class PrefixIndexes:
 
     def match(self, records: Iterable[WorkerRecord], token_ids_T: np.ndarray, salt: str) -> Match:
         """Cached tokens by incarnation, for workers of one model. token_ids_T: int32."""
+        self._apply_coming()
         keys = {(record.card.name, record.capacity.block_size) for record in records}
         matched = Match()
         for key in keys & self._indexes.keys():
@@ -286,6 +310,7 @@ class PrefixIndexes:
 
     def forget(self, incarnation: int) -> None:
         """The worker is gone."""
+        self._apply_coming()
         key = self._key_of.pop(incarnation, None)
         if key is None:
             return
@@ -316,6 +341,7 @@ class PrefixIndexes:
 
     def follow(self, model: str, salt: str) -> BlockSubscription:
         """Subscribe to the blocks of this salt that a model's workers have. Raises FeedFull."""
+        self._apply_coming()
         indexes = [index for (name, _), index in self._indexes.items() if name == model]
         state = chain.from_iterable(index.blocks(salt) for index in indexes)
         return self._feed(model).follow(salt, state, sum(index.num_blocks(salt) for index in indexes))

@@ -177,7 +177,7 @@ def test_a_worker_that_leaves_costs_no_turn_much_and_is_found_no_more() -> None:
 
 def test_each_part_has_a_turn_of_its_own_and_an_index_goes_with_its_last_worker() -> None:
     turns: list[Callable[[], None]] = []
-    prefixes = PrefixIndexes(max_nodes=10_000, later=turns.append)
+    prefixes = PrefixIndexes(max_nodes=10_000, soon=lambda work: work(), later=turns.append)
     model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK)
     first, second = (SimpleNamespace(card=model, capacity=size, incarnation=n) for n in (1, 2))
     num_blocks = 3 * PART_BLOCKS
@@ -204,6 +204,25 @@ def test_each_part_has_a_turn_of_its_own_and_an_index_goes_with_its_last_worker(
     lengths = lengths_while_turns_last()
     assert [before - after for before, after in pairwise(lengths) if before != after] == [PART_BLOCKS, PART_BLOCKS, 1]
     assert (prefixes._indexes, prefixes._emptied) == ({}, [])
+
+
+def test_events_wait_for_the_next_turn_unless_something_is_asked_before() -> None:
+    turns: list[Callable[[], None]] = []
+    prefixes = PrefixIndexes(max_nodes=100, soon=turns.append)
+    worker = SimpleNamespace(card=SimpleNamespace(name="m"), capacity=SimpleNamespace(block_size=BLOCK), incarnation=1)
+
+    def tell(*events: KvEvent) -> None:
+        prefixes.apply(worker, KvEvents(epoch="e", events=events))  # type: ignore[arg-type]
+
+    tell(stored(b"a", b"", [0, 0]))
+    tell(stored(b"b", b"a", [1, 1]))
+    assert (prefixes._indexes, len(turns)) == ({}, 1)
+    turns.pop()()
+    assert [len(index) for index in prefixes._indexes.values()] == [2]
+    tell(removed(b"b"))
+    assert prefixes.match([worker], ids(0, 0, 1, 1, 9), "") == {1: 2}  # type: ignore[list-item]
+    turns.pop()()  # nothing is left for it
+    assert prefixes.match([worker], ids(0, 0, 1, 1, 9), "") == {1: 2}  # type: ignore[list-item]
 
 
 def test_a_worker_that_stores_without_end_does_not_grow_the_index() -> None:
