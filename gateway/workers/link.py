@@ -10,7 +10,6 @@ import asyncio
 import errno
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 
 import structlog
 import zmq
@@ -158,10 +157,11 @@ class _RouterSocket:
         self._is_scheduled = False
         if self._socket.closed:
             return
-        with suppress(zmq.Again):
-            for _ in range(self._link._config.drain_budget):
-                self._receive()
-            self._schedule()
+        for _ in range(self._link._config.drain_budget):
+            if not self._is_readable():
+                return
+            self._receive()
+        self._schedule()
 
     def restore(self) -> int:
         """Bind again if the socket's file is missing or another's. Open connections stay open."""
@@ -203,7 +203,7 @@ class _RouterSocket:
             return None
 
     def _receive(self) -> None:
-        """(the peer's id, the frame). Raises zmq.Again if no message has arrived."""
+        """(the peer's id, the frame) of a message that has arrived."""
         socket = self._socket
         routing_id = socket.recv(zmq.NOBLOCK)
         if not socket.getsockopt(zmq.RCVMORE):
@@ -217,8 +217,12 @@ class _RouterSocket:
             return
         self._link._take(Peer(self._index, routing_id), frame)
 
+    def _is_readable(self) -> bool:
+        # Half of what it costs to ask for a message that is not there: pyzmq's error looks up the system's text.
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
+
     def _look_again(self) -> None:
-        if not self._socket.closed and int(self._socket.getsockopt(_EVENTS)) & _READABLE:
+        if not self._socket.closed and self._is_readable():
             self._schedule()
 
     def _schedule(self) -> None:
