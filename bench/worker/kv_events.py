@@ -23,6 +23,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.dialects.vllm.messages import KvBatches
 from octavo.gateway.workers.prefix_index import PrefixIndexes
+from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.codec import decode_to_gateway, encode
 from octavo.worker.engine.interfaces import OutboxMessage
 from octavo.worker.engine.kv_events import KvEventPublisher
@@ -137,7 +138,7 @@ def main() -> None:
     print(f"{manager.num_indexed} blocks, {sum(map(len, frames)) / 1e6:.1f} MB in {len(frames)} messages")
     print(f"{len(took_s)} parts, mean {1e3 * np.mean(took_s):.2f} ms, longest {1e3 * max(took_s):.2f} ms")
     turns: deque[Callable[[], None]] = deque()
-    prefixes = PrefixIndexes(max_nodes=1 << 20, soon=lambda work: work(), later=turns.append)
+    prefixes = PrefixIndexes(max_nodes=1 << 20, stats=PoolStats(), soon=lambda work: work(), later=turns.append)
     longest_s = timed("gateway: apply", lambda: apply_all(prefixes, frames))
     print(f"longest message {longest_s * 1e3:.1f} ms")
     num_bytes, longest_s = timed("subscriber: the state", lambda: asyncio.run(subscribe(prefixes)))

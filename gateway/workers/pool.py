@@ -73,7 +73,7 @@ class WorkerPool:
         )
         self._registry = Registry(limits)
         self._outputs = Outputs(self.stats)
-        self._prefixes = PrefixIndexes(max_nodes=config.max_prefix_nodes)
+        self._prefixes = PrefixIndexes(max_nodes=config.max_prefix_nodes, stats=self.stats)
         self._queries = Queries()
         self._migration = Migration(
             self._registry,

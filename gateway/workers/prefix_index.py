@@ -19,6 +19,7 @@ import structlog
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind
 from octavo.gateway.workers.prefix_tree import BYTES_A_NODE, NOBODY, Holding, PrefixTree
 from octavo.gateway.workers.registry import WorkerRecord
+from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 
 log = structlog.get_logger(__name__)
@@ -254,11 +255,13 @@ class PrefixIndexes:
         self,
         *,
         max_nodes: int,
+        stats: PoolStats,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
         soon: Callable[[Callable[[], None]], object] = _in_the_next_turn,
         later: Callable[[Callable[[], None]], object] = _after_a_pause,
     ) -> None:
         self._max_nodes = max_nodes
+        self._stats = stats
         self._soon = soon
         self._coming: deque[tuple[WorkerRecord, KvEvents]] = deque()
         self._later = later
@@ -284,6 +287,7 @@ class PrefixIndexes:
             try:
                 self._apply(*self._coming.popleft())
             except Exception:  # nothing that a worker sends may end the gateway, or a caller's request
+                self._stats.protocol_errors["internal"] += 1
                 log.exception("message_failed")
 
     def _apply(self, record: WorkerRecord, message: KvEvents) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.gateway.workers.prefix_index import PART_BLOCKS, PrefixIndex, PrefixIndexes
+from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
 from tests.support.gateway.kv_events import BLOCK, ids, removed, stored
 
@@ -177,7 +178,7 @@ def test_a_worker_that_leaves_costs_no_turn_much_and_is_found_no_more() -> None:
 
 def test_each_part_has_a_turn_of_its_own_and_an_index_goes_with_its_last_worker() -> None:
     turns: list[Callable[[], None]] = []
-    prefixes = PrefixIndexes(max_nodes=10_000, soon=lambda work: work(), later=turns.append)
+    prefixes = PrefixIndexes(max_nodes=10_000, stats=PoolStats(), soon=lambda work: work(), later=turns.append)
     model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK)
     first, second = (SimpleNamespace(card=model, capacity=size, incarnation=n) for n in (1, 2))
     num_blocks = 3 * PART_BLOCKS
@@ -208,7 +209,7 @@ def test_each_part_has_a_turn_of_its_own_and_an_index_goes_with_its_last_worker(
 
 def test_events_wait_for_the_next_turn_unless_something_is_asked_before() -> None:
     turns: list[Callable[[], None]] = []
-    prefixes = PrefixIndexes(max_nodes=100, soon=turns.append)
+    prefixes = PrefixIndexes(max_nodes=100, stats=PoolStats(), soon=turns.append)
     worker = SimpleNamespace(card=SimpleNamespace(name="m"), capacity=SimpleNamespace(block_size=BLOCK), incarnation=1)
 
     def tell(*events: KvEvent) -> None:
@@ -223,6 +224,26 @@ def test_events_wait_for_the_next_turn_unless_something_is_asked_before() -> Non
     assert prefixes.match([worker], ids(0, 0, 1, 1, 9), "") == {1: 2}  # type: ignore[list-item]
     turns.pop()()  # nothing is left for it
     assert prefixes.match([worker], ids(0, 0, 1, 1, 9), "") == {1: 2}  # type: ignore[list-item]
+
+
+def test_events_that_fail_are_counted_and_the_next_ones_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[Callable[[], None]] = []
+    prefixes = PrefixIndexes(max_nodes=100, stats=(stats := PoolStats()), soon=turns.append)
+    model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK)
+    apply = PrefixIndex.apply
+
+    def broken(index: PrefixIndex, incarnation: int, event: KvEvent) -> None:
+        if incarnation == 1:
+            raise RuntimeError("a defect")
+        apply(index, incarnation, event)
+
+    monkeypatch.setattr(PrefixIndex, "apply", broken)
+    for incarnation in (1, 2):
+        worker = SimpleNamespace(card=model, capacity=size, incarnation=incarnation)
+        prefixes.apply(worker, KvEvents(epoch="e", events=(stored(b"a", b"", [0, 0]),)))  # type: ignore[arg-type]
+    turns.pop()()
+    assert prefixes.match([worker], ids(0, 0, 9), "") == {2: 2}  # type: ignore[list-item]
+    assert stats.protocol_errors == {"internal": 1}
 
 
 def test_a_worker_that_stores_without_end_does_not_grow_the_index() -> None:

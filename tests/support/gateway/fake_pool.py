@@ -124,7 +124,9 @@ class FakePool:
     stats: PoolStats = field(default_factory=PoolStats)
     is_closed: bool = False
     index_bytes: int = 0
-    prefixes: PrefixIndexes = field(default_factory=lambda: PrefixIndexes(max_nodes=1000, now_us=lambda: 1000))
+    prefixes: PrefixIndexes = field(
+        default_factory=lambda: PrefixIndexes(max_nodes=1000, stats=PoolStats(), now_us=lambda: 1000)
+    )
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _handles: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
