@@ -14,10 +14,11 @@ W words of a mask.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
-from octavo.model.gpu.sampling_columns import Stage, plan_row
+from octavo.model.gpu.sampling_columns import RowPlan, Stage, plan_row
 from octavo.model.gpu.sampling_state import SamplingState
 from octavo.model.gpu.state import SAMPLING_COLUMNS
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
@@ -43,18 +44,26 @@ class RowSampling:
         self._state = state
         self._stage_R = np.zeros(max_slots, np.uint8)
         self._num_logprobs_R = np.zeros(max_slots, np.int64)
+        self._planned: tuple[SamplingParams, RowPlan | None] | None = None
 
     def join(self, new: NewRequest, params: SamplingParams) -> Mapping[str, float] | None:
         """The row's columns of the state; larger parameters are already on their way. None if only the whole sampler
         can serve it: call `leave` then."""
-        grammar = Feature.NONE if new.sampling.grammar is None else Feature.GRAMMAR
-        plan = plan_row(params, features_of(params) | grammar, vocab_size=self._state.vocab_size)
+        plan = self._plan(params)
         if plan is None:
             return None
         self._stage_R[new.slot] = plan.stages
         self._num_logprobs_R[new.slot] = params.num_logprobs or 0
         self._state.put_tables(new.slot, params, plan, new.token_ids_T, new.num_prompt_tokens)
         return plan.columns
+
+    def _plan(self, params: SamplingParams) -> RowPlan | None:
+        """Requests mostly ask for what the one before did, but for the seed and the length: that plan is kept."""
+        planned_for = msgspec.structs.replace(params, seed=0, max_tokens=0)
+        if self._planned is None or self._planned[0] != planned_for:
+            features = features_of(params) | (Feature.NONE if params.grammar is None else Feature.GRAMMAR)
+            self._planned = planned_for, plan_row(params, features, vocab_size=self._state.vocab_size)
+        return self._planned[1]
 
     def leave(self, new: NewRequest) -> Mapping[str, float]:
         """The columns of a row that the whole sampler serves: nothing is needed here but its grammar's mask."""
