@@ -304,21 +304,26 @@ async def test_of_many_prompts_so_many_run_at_once_as_a_worker_takes(
 ) -> None:
     """More than a worker runs and queues were refused whenever they were asked for."""
     monkeypatch.setattr(calls, "OUTPUTS_AT_ONCE", 4)
-    seen, open_ids = list[int](), set[str]()
+    seen, runs, num_prompts = list[int](), list[FakeRun](), 9  # runs: open ones, n of a request
 
     def speak(run: FakeRun) -> None:
-        open_ids.add(run.request.request_id)
-        seen.append(len(open_ids))
+        runs.append(run)
+        seen.append(len({each.request.request_id for each in runs}))
+        if len(runs) == most * n or len(seen) == num_prompts * n:  # however long it takes until so many are there
+            asyncio.get_running_loop().call_later(0.02, end_all)
 
-        def end() -> None:
-            run.tokens([70])
-            run.finish(WireFinishReason.LENGTH)
-            open_ids.discard(run.request.request_id)
-
-        asyncio.get_running_loop().call_later(0.02, end)
+    def end_all() -> None:
+        while runs:
+            runs[0].tokens([70])
+            runs.pop(0).finish(WireFinishReason.LENGTH)
 
     async with front(FakePool(on_run=speak)) as fronted:
-        body = {"prompt": [f"Hello {number}" for number in range(9)], "n": n, "max_tokens": 1, "stream": stream}
+        body = {
+            "prompt": [f"Hello {number}" for number in range(num_prompts)],
+            "n": n,
+            "max_tokens": 1,
+            "stream": stream,
+        }
         answer = await fronted.ask("/v1/completions", body)
     choices = [each["choices"][0] for each in answer.events[:-1]] if stream else answer.json["choices"]
     assert {each["index"] for each in choices} == set(range(9 * n))
