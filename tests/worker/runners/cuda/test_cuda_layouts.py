@@ -65,6 +65,7 @@ def test_the_last_layer_attends_from_the_tiles_that_are_read(are_all_read: bool)
         (0, [17], (0, 32)),
         (1, [5, 5], (8, 16)),
         (9, [5, 5], (12, 16)),
+        (12, [5], (12, 16)),
         (0, [5, 5, 5], (0, 64)),  # three chunks have no room in a step of 32 tokens
         (0, [100], (0, 100)),
         (0, [101], None),
