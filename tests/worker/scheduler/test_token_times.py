@@ -58,6 +58,28 @@ def test_a_receipt_has_gaps_and_blocks_over_preemptions() -> None:
     assert other.block_seconds == pytest.approx(7, abs=1e-4)  # 12 tokens in 6 blocks and one more, seconds 3 to 4
 
 
+def test_a_request_that_ends_before_its_next_token_had_its_last_one_before_the_preemption() -> None:
+    world = World(WorldConfig(num_blocks=8, block_size=2, max_num_seqs=2, max_batch_tokens=16))
+    low = world.add(1, [3, 4, 5, 6], max_tokens=6, priority=0)
+    for _ in range(3):
+        world.step()  # one token each at seconds 0, 1, 2
+    world.add(2, list(range(3, 15)), max_tokens=2, priority=1)
+    request = world.scheduler.requests.find(low)
+    assert request is not None
+    for is_running in (False, True):
+        while request.is_running != is_running:
+            world.launch()
+            if request.is_running != is_running:
+                world.step()
+    num_tokens = len(world.streams[low].tokens)
+    world.cancel(1)
+    world.run()
+    finished = world.streams[low].finished
+    assert finished is not None
+    assert (finished.preemptions, finished.completion_tokens) == (1, num_tokens)
+    assert finished.decode_s == num_tokens - 1
+
+
 def test_a_traced_request_says_when_it_had_no_slot_and_another_one_does_not() -> None:
     ids = f"00-{'a' * 32}-{'b' * 16}"
     for traceparent, is_told in (("", False), (f"{ids}-00", False), (f"{ids}-01", True)):
