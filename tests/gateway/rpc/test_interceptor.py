@@ -301,6 +301,14 @@ async def test_calls_without_a_request_get_a_status(crashing: Any) -> None:
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
     await counted(meters)
     assert meters.rpcs == {("/t.S/fine", "INTERNAL", "INVALID_FIELD"): 1}
+    assert meters.called == {"/t.S/fine"}
+
+
+def test_a_callers_id_is_adopted_if_it_fits_into_trailers() -> None:
+    scope = RpcScope(method="/t.S/fine")
+    for given, adopted in (("an id", ""), ("id\n", ""), ("id-1", "id-1"), ("no id", "id-1")):
+        scope.adopt_request_id(given)
+        assert scope.request_id == adopted
 
 
 async def test_a_request_that_never_comes_is_not_waited_for_for_ever(tmp_path: Any) -> None:
@@ -326,8 +334,11 @@ async def test_metadata_above_the_limit_is_refused_before_a_message_comes(tmp_pa
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         call = channel.unary_unary("/t.S/fine")
         assert await call(b"x", timeout=30, metadata=(("x-a", "v" * 600),)) == b"ok"
-        refusal = await refused(call(b"x", timeout=30, metadata=(("x-a", "v" * 1000),)))
-        assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
+        many = tuple((f"x-{number:02}", "v") for number in range(26))  # each 5 bytes, which count as 37
+        for metadata in ((("x-a", "v" * 1000),), many):
+            refusal = await refused(call(b"x", timeout=30, metadata=metadata))
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
+        assert await call(b"x", timeout=30, metadata=many[:16]) == b"ok"
     await server.stop(0)
 
 
