@@ -96,8 +96,7 @@ class RequestWaits:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._due_s: dict[asyncio.Task[Any], float] = {}  # by the task that waits, oldest first
-        self._ended: set[asyncio.Task[Any]] = set()  # cancelled from here
+        self._due_s: dict[asyncio.Task[Any], float] = {}  # by the task that waits and was not ended, oldest first
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Context) -> Any:
@@ -112,12 +111,11 @@ class RequestWaits:
         try:
             return await context.read()
         except asyncio.CancelledError:
-            if task in self._ended and not task.uncancel():  # else the call was cancelled, too
+            if task not in self._due_s and not task.uncancel():  # else the call was cancelled, too
                 raise DeadlinePassed("the request did not come in time") from None
             raise
         finally:
             self._due_s.pop(task, None)
-            self._ended.discard(task)
 
     def _end_overdue(self) -> None:
         loop = asyncio.get_running_loop()
@@ -128,7 +126,6 @@ class RequestWaits:
 
     def _end(self, task: "asyncio.Task[Any]") -> None:
         del self._due_s[task]
-        self._ended.add(task)
         task.cancel()
 
 
