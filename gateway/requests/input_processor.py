@@ -77,12 +77,12 @@ def deadline_of(
     wire_s = ends[0] if ends else math.inf
     if timeout_s is not None:
         ends.append(arrived_s + timeout_s)
-    end_s = min(ends, default=None)
+    end_s = min(ends)
     return Deadline(
         end_s=end_s,
         at_end=at_end,
-        needs_backstop=end_s is not None and (timeout_s is not None or is_partial),
-        figures_s=max(0.0, min(FIGURES_S, wire_s - end_s - BACKSTOP_S)) if end_s is not None and is_partial else 0.0,
+        needs_backstop=timeout_s is not None or is_partial,
+        figures_s=max(0.0, min(FIGURES_S, wire_s - end_s - BACKSTOP_S)) if is_partial else 0.0,
     )
 
 
