@@ -28,8 +28,6 @@ from octavo.model.kernels.row_changes import HEADER_WORDS
 from octavo.model.kernels.sampling.mask import num_words
 from octavo.worker.scheduler.plan import NewRequest, Slot, StepPlan
 
-_PlacedChunk = tuple[Slot, int, int, int]
-"""Slot, first token in the step, its position, number of tokens."""
 _ALIGNMENT_WORDS = 4
 DECODE_SIZES = (0, 8, 32, 64, 128, 256, 512, 1024)
 TOKEN_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -117,7 +115,8 @@ class MixedLayout:
         part["rows_S"][:] = scratch_row
         part["rows_S"][:num_decodes] = plan.decode_slots_S
         part["ended_E"][:] = scratch_row
-        placed, ended = self._fill_chunks(part, plan, tokens_R)
+        placed = self._fill_chunks(part, plan, tokens_R)
+        ended = [place for place, chunk in zip(placed, plan.prefill, strict=True) if chunk.is_last]
         tiles_W4 = list_tiles(placed)
         last_tiles_W4 = tiles_W4 if are_all_read else list_last_tiles(ended)
         part["tiles_W4"][: tiles_W4.size] = tiles_W4.ravel()
@@ -125,26 +124,23 @@ class MixedLayout:
 
     def _fill_chunks(
         self, part: dict[str, np.ndarray], plan: StepPlan, tokens_R: Sequence[np.ndarray]
-    ) -> tuple[list[_PlacedChunk], list[_PlacedChunk]]:
-        """Returns all chunks, and those that end their prompt."""
-        token, num_ended, placed, ended = self.num_decodes, 0, [], []
+    ) -> list[tuple[Slot, int, int, int]]:
+        """Returns each chunk's slot, first token in the step, position of that token, and number of tokens."""
+        token, num_ended, placed = self.num_decodes, 0, []
         for chunk in plan.prefill:
             start, stop, end = chunk.start, chunk.start + chunk.num_tokens, token + chunk.num_tokens
             part["ids_T"][token:end] = tokens_R[chunk.slot][start:stop]
             part["row_T"][token:end] = chunk.slot
             part["position_T"][token:end] = np.arange(start, stop)
             placed.append((chunk.slot, token, start, chunk.num_tokens))
-            token = end
-            if not chunk.is_last:
-                continue
-            ended.append(placed[-1])
-            for slot in (chunk.slot, *chunk.forks):
+            for slot in (chunk.slot, *chunk.forks) if chunk.is_last else ():
                 part["last_S"][self.num_decodes + num_ended] = end - 1
                 part["rows_S"][self.num_decodes + num_ended] = slot
                 part["ended_E"][num_ended] = slot
                 part["position_E"][num_ended] = stop - 1
                 num_ended += 1
-        return placed, ended
+            token = end
+        return placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
