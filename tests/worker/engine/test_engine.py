@@ -211,6 +211,21 @@ def test_audits_take_an_idle_engine_a_fiftieth_of_its_time_at_most(monkeypatch: 
     assert seen == [1, 1, 1, 2]
 
 
+def test_requests_of_one_step_each_are_work_and_audited_once_they_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(WorldConfig(model=MODEL), audit_every_steps=1000)
+    audit, audited_s = rig.blocks.audit, list[float]()
+    monkeypatch.setattr(rig.blocks, "audit", lambda: audited_s.append(rig.now_s) or audit())
+    for handle in range(20):
+        rig.inbox.put(run_message(handle, [3, 4], max_tokens=1))
+        rig.engine.step()  # it is planned, computed and ended in here
+        assert rig.scheduler.is_empty
+        rig.now_s += 0.1
+    assert audited_s == []
+    rig.now_s += 0.3
+    rig.engine.step()
+    assert len(audited_s) == 1
+
+
 def test_stored_blocks_are_told_to_every_gateway() -> None:
     rig = Rig(WorldConfig(model=MODEL, block_size=2))
     rig.inbox.put(run_message(1, [3, 4, 5, 6], max_tokens=1))
