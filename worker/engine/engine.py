@@ -201,7 +201,7 @@ class Engine:
             self._pipeline.collect()
         else:
             self._send(self._scheduler.flush())
-        self._scheduler.index_prompts()
+        self._scheduler.finish_result()
         self._kv_events.publish()
         self._checks.look(self._scheduler)
         self.stats = self._snapshot()

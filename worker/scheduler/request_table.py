@@ -8,6 +8,9 @@ the scheduler decide which request moves, and why.
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.ids import PrefixLookup
@@ -27,6 +30,16 @@ _OUTPUT_PHASES = {
     Phase.PARKED: OutputPhase.PAUSED,
 }
 """Phases as reported to gateways; all others are QUEUED."""
+
+
+class LeftSlot(NamedTuple):
+    """A slot of an ended request that still has its blocks. token_ids_T: int32, all that the request knew.
+    num_computed: how many of them are verified."""
+
+    slot: Slot
+    block_owner: str
+    token_ids_T: np.ndarray
+    num_computed: int
 
 
 class RequestTable:
@@ -61,6 +74,7 @@ class RequestTable:
         self._by_key: dict[RequestKey, Request] = {}
         self._by_slot: dict[int, Request] = {}
         self._running_priorities: Counter[int] = Counter()
+        self._left: list[LeftSlot] = []
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -200,6 +214,7 @@ class RequestTable:
     def preempt(self, request: Request, now_s: float) -> None:
         """Take a request's slot: it is queued again, or parked if it was paused. Its blocks go to the host if there is
         room and that costs less than computing them again; otherwise only its tokens are kept."""
+        self.commit(request)
         slot = request.held_slot
         num_tokens, num_verified = int(self.slots.num_scheduled_S[slot]), int(self.slots.num_computed_S[slot])
         if self._may_swap(request, num_tokens):
@@ -218,6 +233,7 @@ class RequestTable:
     def start_over(self, request: Request, now_s: float) -> None:
         """Preempt a request without copying its blocks to the host: all tokens that are not cached are computed
         again."""
+        self.commit(request)
         slot = request.held_slot
         was_paused = self._leave_row(request, now_s)
         self.blocks.release(slot, request.block_owner)
@@ -253,10 +269,13 @@ class RequestTable:
         else:
             self.slots.is_decoding_S[request.held_slot] = True
 
-    def end(self, request: Request, ending: Ending, now_s: float) -> None:
-        """End a request, wherever it is; every end goes through here."""
+    def end(self, request: Request, ending: Ending, now_s: float, *, keeps_blocks: bool = False) -> None:
+        """End a request, wherever it is; every end goes through here. keeps_blocks: until `give_back`, so that what is
+        to be sent does not wait for the prefix index and the pool."""
         if request.slot is not None:
             self._leave_slot(request, now_s)
+            if not keeps_blocks:
+                self.give_back()
         elif request.leader is not None:
             request.leader.followers.remove(request)
         elif request.phase is Phase.WAITING:
@@ -267,6 +286,14 @@ class RequestTable:
         finished = finished_message(request, ending, now_s)
         self.counters.count(finished)
         self.outputs.put_finished(request.key.gateway, finished)
+
+    def give_back(self) -> None:
+        """Give back blocks that ended requests have kept, and enter what they computed into the prefix index.
+        Idempotent."""
+        for left in self._left:
+            self.blocks.commit(left.slot, left.token_ids_T, left.num_computed)
+            self.blocks.release(left.slot, left.block_owner)
+        self._left.clear()
 
     def end_tainted(self, request: Request, ending: Ending, now_s: float) -> None:
         """End a request such that nothing that it computed is reused."""
@@ -337,14 +364,13 @@ class RequestTable:
             self.waiting.push(request, now_s)
 
     def _leave_slot(self, request: Request, now_s: float) -> None:
-        slot = request.held_slot
+        slot, num_computed = request.held_slot, int(self.slots.num_computed_S[request.held_slot])
         self._leave_row(request, now_s)
-        self.blocks.release(slot, request.block_owner)
+        self._left.append(LeftSlot(slot, request.block_owner, request.token_ids_T, num_computed))
 
     def _leave_row(self, request: Request, now_s: float) -> bool:
         """Take a request out of its slot; the caller gives the blocks back. Returns whether it was paused."""
         slot, was_paused = request.held_slot, request.phase is Phase.PAUSED
-        self.commit(request)
         request.block_seconds += self._block_seconds(request, now_s)
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)

@@ -26,8 +26,10 @@ class Results:
         self._slots = table.slots
         self._unindexed: list[Request] = []  # requests whose prompt was completed by the last result
 
-    def index_prompts(self) -> None:
-        """Enter the prompts that the last result completed into the prefix index. Idempotent."""
+    def finish(self) -> None:
+        """Give back the blocks of requests that the last result ended, and enter the prompts that it completed into the
+        prefix index. Idempotent."""
+        self._requests.give_back()
         for request in self._unindexed:
             if request.slot is not None:  # leaving the slot has done this already
                 self._requests.commit(request)
@@ -203,7 +205,7 @@ class Results:
                 ending = Ending(WireFinishReason.STOP, stop_token_id=int(tokens_N[index]))
             else:
                 ending = Ending(WireFinishReason.LENGTH)
-            self._requests.end(request, ending, now_s)
+            self._requests.end(request, ending, now_s, keeps_blocks=True)
 
     def _find_complete(self, slots_N: np.ndarray) -> np.ndarray:
         """bool [N]: whether the output's grammar is complete."""

@@ -240,7 +240,7 @@ class Scheduler:
     def plan(self, *, now_s: float) -> StepPlan | None:
         """The next step; None if there is nothing to do now, or if results must be applied first. Requests whose
         deadline has passed end here, before anything is scheduled for them."""
-        self.index_prompts()
+        self.finish_result()
         self._expire(now_s)
         if len(self._in_flight) >= self._config.max_in_flight:
             return None
@@ -268,11 +268,12 @@ class Scheduler:
         self._results.succeed(step, result, now_s)
         return self._requests.outputs.take()
 
-    def index_prompts(self) -> None:
-        """Enter the prompts that the last result completed into the prefix index. Call it after that result's tokens
-        are sent: a thousand prompt tokens take half a millisecond, which would delay every stream. If it is not called,
-        the next plan or result does it."""
-        self._results.index_prompts()
+    def finish_result(self) -> None:
+        """Do what the last result left to be done behind its tokens: enter prompts that it completed into the prefix
+        index, of which a thousand tokens take half a millisecond, and give back the blocks of requests that it ended.
+        Call it after the tokens are sent, for every stream waits for them. If it is not called, the next plan or result
+        does it."""
+        self._results.finish()
 
     def flush(self) -> StepOutputs:
         """Take news that came without a result: refusals, cancels, deadlines, starts."""
@@ -357,6 +358,6 @@ class Scheduler:
     def _take_oldest(self, step: int) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].plan.step != step:
             raise ValueError(f"step {step} ended, in flight are {[each.plan.step for each in self._in_flight]}")
-        self.index_prompts()
+        self.finish_result()
         self._blocks.end_step(step)
         return self._in_flight.popleft()

@@ -214,6 +214,7 @@ class World:
         except RunnerError as error:
             return self._fail(plan, error)
         outputs = self.take(self.scheduler.apply(result, now_s=self.now_s))
+        self.scheduler.finish_result()
         self._poison_free_blocks()
         return outputs
 

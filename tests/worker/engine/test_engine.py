@@ -1,5 +1,7 @@
 """The engine loop over lists: messages in, messages out, steps in flight."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -224,6 +226,20 @@ def test_requests_of_one_step_each_are_work_and_audited_once_they_stop(monkeypat
     rig.now_s += 0.3
     rig.engine.step()
     assert len(audited_s) == 1
+
+
+def test_last_tokens_are_sent_before_blocks_are_indexed_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, order = Rig(WorldConfig(model=MODEL, block_size=2)), list[str]()
+
+    def note(plain: Callable[..., object]) -> Callable[..., object]:
+        return lambda *values: order.append(plain.__name__) or plain(*values)
+
+    for owner, method in ((rig.blocks, "commit"), (rig.blocks, "release"), (rig.outbox, "put")):
+        monkeypatch.setattr(owner, method, note(getattr(owner, method)))
+    rig.inbox.put(run_message(1, [3, 4, 5], max_tokens=1))
+    rig.engine.step()
+    assert order == ["put", "commit", "release"]
+    assert (rig.blocks.num_active, rig.blocks.num_cached) == (0, 1)
 
 
 def test_stored_blocks_are_told_to_every_gateway() -> None:

@@ -233,12 +233,12 @@ def the_oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_not_verified_are_committed(patch: pytest.MonkeyPatch) -> None:
-    def commit(self: RequestTable, request: Request) -> None:
-        assert request.slot is not None
-        known = self.slots.known_tokens(request.slot)
-        self.blocks.commit(request.slot, known, min(len(known), self.blocks.capacity(request.slot)))
+    original = BlockManager.commit
 
-    patch.setattr(RequestTable, "commit", commit)
+    def commit(self: BlockManager, slot: int, token_ids_T: np.ndarray, num_computed: int) -> None:
+        original(self, slot, token_ids_T, min(len(token_ids_T), self.capacity(slot)))
+
+    patch.setattr(BlockManager, "commit", commit)
 
 
 def table_updates_are_lost(patch: pytest.MonkeyPatch) -> None:
