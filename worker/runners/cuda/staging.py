@@ -327,6 +327,7 @@ class StagingBuffer:
         self._changes = changes
         self._buffers = [torch.zeros(num_words, dtype=torch.int32, pin_memory=is_pinned) for _ in range(num_buffers)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._turn = 0
 
     def payload(self, num_words: int) -> np.ndarray:
@@ -344,6 +345,16 @@ class StagingBuffer:
         array[0], array[1] = count, first
         if changed is not None:
             array[first : first + count], array[first + count : first + 2 * count] = changed
-        num_words = first + 2 * count
-        self.device_U[:num_words].copy_(self._buffers[self._turn][:num_words], non_blocking=True)
+        device_U, host_U = self._beginnings(first + 2 * count)
+        device_U.copy_(host_U, non_blocking=True)
         self._turn = (self._turn + 1) % len(self._buffers)
+
+    def _beginnings(self, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """At least the first num_words there and in the current buffer. Kept for each power of two: after an idle time
+        two new views take as long as the copy."""
+        exponent = (num_words - 1).bit_length()
+        found = self._views.get((self._turn, exponent))
+        if found is None:
+            found = self.device_U[: 1 << exponent], self._buffers[self._turn][: 1 << exponent]
+            self._views[self._turn, exponent] = found
+        return found
