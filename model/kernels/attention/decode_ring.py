@@ -140,6 +140,109 @@ def _store_combined(
 
 
 @gluon.jit
+def _finished_queries(
+    qkv, x_BD, b, bias_C, qk_norm_2H, cos, sin, log2_scale, eps, kv_head,
+    G: gl.constexpr, H: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    HEADS: gl.constexpr,
+):  # fmt: skip
+    # Those of one KV head, in float32 and scaled for exp2; and the row's scale, which keys and values need too.
+    m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    other_h = (h + H // 2) % H
+    q_at = ((kv_head * G + m) * H)[:, None]
+    is_q = (m < G)[:, None] & (h >= 0)[None, :]
+    q = gl.load(qkv + q_at + h[None, :], mask=is_q, other=0.0).to(gl.float32)
+    q_other = gl.load(qkv + q_at + other_h[None, :], mask=is_q, other=0.0).to(gl.float32)
+    scale = _row_scale(x_BD, b, eps, D, WIDTH, WARPS)
+    q = q * scale
+    q_other = q_other * scale
+    if bias_C is not None:
+        q += gl.load(bias_C + q_at + h[None, :], mask=is_q, other=0.0).to(gl.float32)
+        q_other += gl.load(bias_C + q_at + other_h[None, :], mask=is_q, other=0.0).to(gl.float32)
+    if qk_norm_2H is not None:
+        q_inverse = (1.0 / gl.sqrt(gl.sum(q * q, 1) / H + eps))[:, None]
+        q = q * q_inverse * gl.load(qk_norm_2H + h).to(gl.float32)[None, :]
+        q_other = q_other * q_inverse * gl.load(qk_norm_2H + other_h).to(gl.float32)[None, :]
+    return (q * cos[None, :] + q_other * sin[None, :]) * log2_scale, scale
+
+
+@gluon.jit
+def _new_key_and_value(
+    qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head,
+    N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    # The row's own, in float32.
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    other_h = (h + H // 2) % H
+    k_at = (N + kv_head) * H
+    v_at = (N + K + kv_head) * H
+    k = gl.load(qkv + k_at + h).to(gl.float32) * scale
+    k_other = gl.load(qkv + k_at + other_h).to(gl.float32) * scale
+    v = gl.load(qkv + v_at + h).to(gl.float32) * scale
+    if bias_C is not None:
+        k += gl.load(bias_C + k_at + h).to(gl.float32)
+        k_other += gl.load(bias_C + k_at + other_h).to(gl.float32)
+        v += gl.load(bias_C + v_at + h).to(gl.float32)
+    if qk_norm_2H is not None:
+        k_inverse = 1.0 / gl.sqrt(gl.sum(k * k, 0) / H + eps)
+        k = k * k_inverse * gl.load(qk_norm_2H + H + h).to(gl.float32)
+        k_other = k_other * k_inverse * gl.load(qk_norm_2H + H + other_h).to(gl.float32)
+    return k * cos + k_other * sin, v
+
+
+@gluon.jit
+def _attend_tile(
+    q_left, q_unit, keys_ring, values_ring, slot, start, end, most, total, acc, HAS_UNIT: gl.constexpr,
+):  # fmt: skip
+    # One step of the online softmax: the tile in this slot of the ring.
+    SUMS: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = q_left.type.layout
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    TILE: gl.constexpr = keys_ring.shape[1]
+    keys_right = keys_ring.index(slot).permute([1, 0]).load(RIGHT).to(q_left.dtype)
+    score = mma_v2(q_left, keys_right, gl.full([q_left.shape[0], TILE], 0.0, gl.float32, SUMS))
+    if HAS_UNIT:
+        score = score * q_unit
+    token = start + gl.arange(0, TILE, gl.SliceLayout(0, SUMS))
+    score = gl.where((token < end)[None, :], score, float("-inf"))
+    new_most = gl.maximum(most, gl.max(score, 1))
+    base = gl.where(new_most == float("-inf"), 0.0, new_most)
+    shrink = gl.exp2(most - base)
+    weight = gl.exp2(score - base[:, None])
+    total = total * shrink + gl.sum(weight, 1)
+    weight = gl.convert_layout(weight.to(q_left.dtype), LEFT)
+    acc = mma_v2(weight, values_ring.index(slot).load(RIGHT).to(q_left.dtype), acc * shrink[:, None])
+    return new_most, total, acc
+
+
+@gluon.jit
+def _store_item(
+    acc, most, total, out_NH, partial_out, partial_ml, arrived, first, chunk, num_chunks, kv_head,
+    N: gl.constexpr, G: gl.constexpr, FEW: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    # The output if it is the sequence's only item; otherwise its part, and all parts combined by the last to arrive.
+    GROUP: gl.constexpr = acc.shape[0]
+    H: gl.constexpr = acc.shape[1]
+    m = gl.arange(0, GROUP, gl.SliceLayout(1, acc.type.layout))
+    h = gl.arange(0, H, gl.SliceLayout(0, acc.type.layout))
+    out_at = ((kv_head * G + m) * H)[:, None] + h[None, :]
+    is_out = (m < G)[:, None] & (h >= 0)[None, :]
+    if num_chunks == 1:
+        gl.store(out_NH + out_at, (acc / total[:, None]).to(out_NH.dtype.element_ty), mask=is_out)
+    else:
+        part = (first + chunk).to(gl.int64) * N
+        ml = partial_ml + (part + kv_head * G + m) * 2
+        gl.store(partial_out + part * H + out_at, acc, mask=is_out)
+        gl.store(ml, most, mask=m < G)
+        gl.store(ml + 1, total, mask=m < G)
+        # The barrier orders every thread's stores before the one atomic that releases them.
+        thread_barrier()
+        if gl.atomic_add(arrived, 1, sem="acq_rel") == num_chunks - 1:
+            gl.store(arrived, 0)
+            _store_combined(partial_out, partial_ml, out_NH, first, num_chunks, kv_head, N, G, H, FEW, PARTS, WARPS)
+
+
+@gluon.jit
 def ring_attention_kernel(
     qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
@@ -164,7 +267,6 @@ def ring_attention_kernel(
     if gl.program_id(0) >= num_items:
         return
     G: gl.constexpr = N // K
-    C: gl.constexpr = (N + 2 * K) * H
     element: gl.constexpr = qkv_BC.dtype.element_ty
     cached: gl.constexpr = k_pool.dtype.element_ty
     # e4m3 is exact in float16, to which one instruction converts two at once.
@@ -172,8 +274,6 @@ def ring_attention_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // (H // VECTOR), H // VECTOR], [WARPS, 1], [1, 0])
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [WARPS, 1], [1, 0])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
 
     # The first tiles are requested before anything else: they do not depend on the QKV product.
@@ -190,28 +290,14 @@ def ring_attention_kernel(
             block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
         async_copy.commit_group()
 
-    m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
     h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
-    other_h = (h + H // 2) % H
     cos = gl.load(cos_LH + position * (H // 2) + h % (H // 2))
     sin = gl.load(sin_LH + position * (H // 2) + h % (H // 2)) * gl.where(h < H // 2, -1.0, 1.0)
     wait_for_previous(PDL)
-    qkv = qkv_BC + b.to(gl.int64) * C
-    q_at = ((kv_head * G + m) * H)[:, None]
-    is_q = (m < G)[:, None] & (h >= 0)[None, :]
-    q = gl.load(qkv + q_at + h[None, :], mask=is_q, other=0.0).to(gl.float32)
-    q_other = gl.load(qkv + q_at + other_h[None, :], mask=is_q, other=0.0).to(gl.float32)
-    scale = _row_scale(x_BD, b, eps, D, WIDTH, WARPS)
-    q = q * scale
-    q_other = q_other * scale
-    if bias_C is not None:
-        q += gl.load(bias_C + q_at + h[None, :], mask=is_q, other=0.0).to(gl.float32)
-        q_other += gl.load(bias_C + q_at + other_h[None, :], mask=is_q, other=0.0).to(gl.float32)
-    if qk_norm_2H is not None:
-        q_inverse = (1.0 / gl.sqrt(gl.sum(q * q, 1) / H + eps))[:, None]
-        q = q * q_inverse * gl.load(qk_norm_2H + h).to(gl.float32)[None, :]
-        q_other = q_other * q_inverse * gl.load(qk_norm_2H + other_h).to(gl.float32)[None, :]
-    q = (q * cos[None, :] + q_other * sin[None, :]) * log2_scale
+    qkv = qkv_BC + b.to(gl.int64) * ((N + 2 * K) * H)
+    q, scale = _finished_queries(
+        qkv, x_BD, b, bias_C, qk_norm_2H, cos, sin, log2_scale, eps, kv_head, G, H, D, WIDTH, GROUP, WARPS, HEADS
+    )
     q_unit = 1.0
     if cached != element:
         # Queries may exceed float16's range, since they contain the cache's scales.
@@ -224,20 +310,8 @@ def ring_attention_kernel(
     acc = gl.full([GROUP, H], 0.0, gl.float32, SUMS)
 
     if chunk == num_chunks - 1:
-        k_at = (N + kv_head) * H
-        v_at = (N + K + kv_head) * H
-        k = gl.load(qkv + k_at + h).to(gl.float32) * scale
-        k_other = gl.load(qkv + k_at + other_h).to(gl.float32) * scale
-        v = gl.load(qkv + v_at + h).to(gl.float32) * scale
-        if bias_C is not None:
-            k += gl.load(bias_C + k_at + h).to(gl.float32)
-            k_other += gl.load(bias_C + k_at + other_h).to(gl.float32)
-            v += gl.load(bias_C + v_at + h).to(gl.float32)
-        if qk_norm_2H is not None:
-            k_inverse = 1.0 / gl.sqrt(gl.sum(k * k, 0) / H + eps)
-            k = k * k_inverse * gl.load(qk_norm_2H + H + h).to(gl.float32)
-            k_other = k_other * k_inverse * gl.load(qk_norm_2H + H + other_h).to(gl.float32)
-        new_k = (k * cos + k_other * sin).to(cached)
+        k, v = _new_key_and_value(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, N, K, H, HEADS)
+        new_k = k.to(cached)
         new_v = v.to(cached)
         new_block = gl.load(table + position // S).to(gl.int64)
         new_at = ((new_block * K + kv_head) * S + position % S) * H + h
@@ -248,7 +322,7 @@ def ring_attention_kernel(
         total = gl.full([GROUP], 1.0, gl.float32, gl.SliceLayout(1, SUMS))
         acc += gl.convert_layout(new_v.to(gl.float32), gl.SliceLayout(0, SUMS))[None, :]
 
-    q_left = gl.convert_layout(q, LEFT)
+    q_left = gl.convert_layout(q, gl.DotOperandLayout(0, SUMS, 2))
     slot = 0
     for start in range(begin, end, TILE):
         async_copy.wait_group(RING - 2)
@@ -262,38 +336,12 @@ def ring_attention_kernel(
             copied += TILE
             block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
         async_copy.commit_group()
-        keys_right = keys_ring.index(slot).permute([1, 0]).load(RIGHT).to(factor)
-        score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, SUMS))
-        if cached != element:
-            score = score * q_unit
-        token = start + gl.arange(0, TILE, gl.SliceLayout(0, SUMS))
-        score = gl.where((token < end)[None, :], score, float("-inf"))
-        new_most = gl.maximum(most, gl.max(score, 1))
-        base = gl.where(new_most == float("-inf"), 0.0, new_most)
-        shrink = gl.exp2(most - base)
-        weight = gl.exp2(score - base[:, None])
-        total = total * shrink + gl.sum(weight, 1)
-        most = new_most
-        weight = gl.convert_layout(weight.to(factor), LEFT)
-        acc = mma_v2(weight, values_ring.index(slot).load(RIGHT).to(factor), acc * shrink[:, None])
+        most, total, acc = _attend_tile(
+            q_left, q_unit, keys_ring, values_ring, slot, start, end, most, total, acc, cached != element
+        )
         slot = gl.where(slot == RING - 1, 0, slot + 1)
 
-    om = gl.arange(0, GROUP, gl.SliceLayout(1, SUMS))
-    oh = gl.arange(0, H, gl.SliceLayout(0, SUMS))
-    out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
-    is_out = (om < G)[:, None] & (oh >= 0)[None, :]
-    out_NH = out_BNH + b.to(gl.int64) * N * H
-    if num_chunks == 1:
-        gl.store(out_NH + out_at, (acc / total[:, None]).to(element), mask=is_out)
-        return
-    part = (first + chunk).to(gl.int64) * N
-    ml = partial_ml + (part + kv_head * G + om) * 2
-    gl.store(partial_out + part * H + out_at, acc, mask=is_out)
-    gl.store(ml, most, mask=om < G)
-    gl.store(ml + 1, total, mask=om < G)
-    # The barrier orders every thread's stores before the one atomic that releases them.
-    thread_barrier()
-    if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") < num_chunks - 1:
-        return
-    gl.store(arrived_BK + b * K + kv_head, 0)
-    _store_combined(partial_out, partial_ml, out_NH, first, num_chunks, kv_head, N, G, H, FEW, PARTS, WARPS)
+    _store_item(
+        acc, most, total, out_BNH + b.to(gl.int64) * N * H, partial_out, partial_ml, arrived_BK + b * K + kv_head,
+        first, chunk, num_chunks, kv_head, N, G, FEW, PARTS, WARPS,
+    )  # fmt: skip

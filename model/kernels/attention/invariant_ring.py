@@ -95,6 +95,83 @@ def _store_merged(
 
 
 @gluon.jit
+def _finished_queries(
+    qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head,
+    G: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    # Those of one KV head, in float32.
+    m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    is_h = h >= 0
+    other_h = (h + H // 2) % H
+    q_at = ((kv_head * G + m) * H)[:, None]
+    is_q = (m < G)[:, None] & is_h[None, :]
+    q = heads_of(qkv, bias_C, q_at + h[None, :], is_q, scale)
+    q_other = heads_of(qkv, bias_C, q_at + other_h[None, :], is_q, scale)
+    if qk_norm_2H is not None:
+        inverse = gl.expand_dims(norm_scale(q, eps, H, 1), 1)
+        q = normed(q, inverse, qk_norm_2H + h[None, :], is_h[None, :])
+        q_other = normed(q_other, inverse, qk_norm_2H + other_h[None, :], is_h[None, :])
+    return turned(q, q_other, cos[None, :], sin[None, :])
+
+
+@gluon.jit
+def _new_key_and_value(
+    qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head,
+    N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    # The row's own, in float32.
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    is_h = h >= 0
+    other_h = (h + H // 2) % H
+    k_at = (N + kv_head) * H
+    k = heads_of(qkv, bias_C, k_at + h, is_h, scale)
+    k_other = heads_of(qkv, bias_C, k_at + other_h, is_h, scale)
+    if qk_norm_2H is not None:
+        k_inverse = gl.full([H], 0.0, gl.float32, gl.SliceLayout(0, HEADS)) + norm_scale(k, eps, H, 0)
+        k = normed(k, k_inverse, qk_norm_2H + H + h, is_h)
+        k_other = normed(k_other, k_inverse, qk_norm_2H + H + other_h, is_h)
+    return turned(k, k_other, cos, sin), heads_of(qkv, bias_C, (N + K + kv_head) * H + h, is_h, scale)
+
+
+@gluon.jit
+def _weigh(score, most, sums, log2_scale, WARPS: gl.constexpr):
+    # One step of the online softmax: a tile's weights, the new maximum and sums, and by how much the sums shrank.
+    GROUP: gl.constexpr = score.shape[0]
+    TILE: gl.constexpr = score.shape[1]
+    SUMS: gl.constexpr = sums.shape[1]
+    MMA: gl.constexpr = score.type.layout
+    new_most = gl.maximum(most, gl.max(score, 1) * log2_scale)
+    base = gl.where(new_most == float("-inf"), 0.0, new_most)
+    shrink = exp2(most - base)
+    zeros = gl.full([GROUP, TILE], 0.0, gl.float32, MMA)
+    weight = exp2(gl.fma(score, zeros + log2_scale, zeros - base[:, None]))
+    # A thread has all weights of a sum, as in warp_groups.py; with few sums, it has all weights of a query.
+    summed = weight if SUMS == 8 * WARPS else gl.convert_layout(weight, gl.DotOperandLayout(0, MMA, 2))
+    added = gl.convert_layout(gl.sum(gl.reshape(summed, [GROUP, TILE // SUMS, SUMS]), 1), MMA)
+    return weight, new_most, gl.fma(sums, gl.broadcast(for_rows_of(sums, shrink), sums)[0], added), shrink
+
+
+@gluon.jit
+def _store_heads(out_NH, heads, kv_head, G: gl.constexpr):
+    H: gl.constexpr = heads.shape[1]
+    m = gl.arange(0, heads.shape[0], gl.SliceLayout(1, heads.type.layout))
+    h = gl.arange(0, H, gl.SliceLayout(0, heads.type.layout))
+    out_at = ((kv_head * G + m) * H)[:, None] + h[None, :]
+    gl.store(out_NH + out_at, heads.to(out_NH.dtype.element_ty), mask=(m < G)[:, None] & (h >= 0)[None, :])
+
+
+@gluon.jit
+def _store_part(acc, most, total, partial_out, partial_ml, chunk, kv_head, N: gl.constexpr, G: gl.constexpr):
+    part = chunk.to(gl.int64) * N
+    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    ml = partial_ml + (part + kv_head * G + m) * 2
+    _store_heads(partial_out + part * acc.shape[1], acc, kv_head, G)
+    gl.store(ml, most, mask=m < G)
+    gl.store(ml + 1, total, mask=m < G)
+
+
+@gluon.jit
 def ring_kernel(
     qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
@@ -143,35 +220,18 @@ def ring_kernel(
         async_copy.commit_group()
         rows = _rows_of_tile(table, last - TILE, cached, kv_head, K, S, TILE, COPY)
 
-        m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
         h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
-        is_h = h >= 0
-        other_h = (h + H // 2) % H
         cos = gl.load(cos_LH + position * (H // 2) + h % (H // 2))
         sin = gl.load(sin_LH + position * (H // 2) + h % (H // 2)) * gl.where(h < H // 2, -1.0, 1.0)
         if index == gl.program_id(0):
             wait_for_previous(PDL)
         qkv = qkv_BC + b.to(gl.int64) * C
         scale = row_scale(x_BD, b, eps, D, WIDTH, WARPS)
-        q_at = ((kv_head * G + m) * H)[:, None]
-        is_q = (m < G)[:, None] & is_h[None, :]
-        q = heads_of(qkv, bias_C, q_at + h[None, :], is_q, scale)
-        q_other = heads_of(qkv, bias_C, q_at + other_h[None, :], is_q, scale)
-        if qk_norm_2H is not None:
-            inverse = gl.expand_dims(norm_scale(q, eps, H, 1), 1)
-            q = normed(q, inverse, qk_norm_2H + h[None, :], is_h[None, :])
-            q_other = normed(q_other, inverse, qk_norm_2H + other_h[None, :], is_h[None, :])
-        q_left = gl.convert_layout(turned(q, q_other, cos[None, :], sin[None, :]).to(element), LEFT)
+        q = _finished_queries(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, G, H, GROUP, HEADS)
+        q_left = gl.convert_layout(q.to(element), LEFT)
         if is_end:
-            k_at = (N + kv_head) * H
-            k = heads_of(qkv, bias_C, k_at + h, is_h, scale)
-            k_other = heads_of(qkv, bias_C, k_at + other_h, is_h, scale)
-            if qk_norm_2H is not None:
-                k_inverse = gl.full([H], 0.0, gl.float32, gl.SliceLayout(0, HEADS)) + norm_scale(k, eps, H, 0)
-                k = normed(k, k_inverse, qk_norm_2H + H + h, is_h)
-                k_other = normed(k_other, k_inverse, qk_norm_2H + H + other_h, is_h)
-            new_k = turned(k, k_other, cos, sin).to(element)
-            new_v = heads_of(qkv, bias_C, (N + K + kv_head) * H + h, is_h, scale).to(element)
+            k, v = _new_key_and_value(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, N, K, H, HEADS)
+            new_k, new_v = k.to(element), v.to(element)
             new_block = gl.load(table + position // S).to(gl.int64)
             new_at = ((new_block * K + kv_head) * S + position % S) * H + h
             gl.store(k_pool + new_at, new_k)
@@ -187,10 +247,6 @@ def ring_kernel(
         whole = gl.full([GROUP, H], 0.0, gl.float32, MMA)
         whole_most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
         whole_total = gl.full([GROUP], 0.0, gl.float32, ROWS)
-        om = gl.arange(0, GROUP, ROWS)
-        oh = gl.arange(0, H, gl.SliceLayout(0, MMA))
-        out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
-        is_out = (om < G)[:, None] & (oh >= 0)[None, :]
         here = 0
         for start in range(last, begin - 1, -TILE):
             behind = gl.where(here == 0, 2, here - 1)
@@ -205,16 +261,7 @@ def ring_kernel(
             score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, MMA))
             token = start + gl.arange(0, TILE, gl.SliceLayout(0, MMA))
             score = gl.where((token < end)[None, :], score, float("-inf"))
-            new_most = gl.maximum(most, gl.max(score, 1) * log2_scale)
-            base = gl.where(new_most == float("-inf"), 0.0, new_most)
-            shrink = exp2(most - base)
-            zeros = gl.full([GROUP, TILE], 0.0, gl.float32, MMA)
-            weight = exp2(gl.fma(score, zeros + log2_scale, zeros - base[:, None]))
-            # A thread has all weights of a sum, as in warp_groups.py; with few sums, it has all weights of a query.
-            summed = weight if SUMS == 8 * WARPS else gl.convert_layout(weight, LEFT)
-            added = gl.convert_layout(gl.sum(gl.reshape(summed, [GROUP, TILE // SUMS, SUMS]), 1), MMA)
-            sums = gl.fma(sums, gl.broadcast(for_rows_of(sums, shrink), sums)[0], added)
-            most = new_most
+            weight, most, sums, shrink = _weigh(score, most, sums, log2_scale, WARPS)
             weight_left = gl.convert_layout(weight.to(element), LEFT)
             async_copy.wait_group(1)
             thread_barrier()
@@ -231,26 +278,18 @@ def ring_kernel(
                 if is_end:
                     whole, whole_most, whole_total = merge(whole, whole_most, whole_total, acc, most, total)
                 else:
-                    part = (first + start // CHUNK).to(gl.int64) * N
-                    ml = partial_ml + (part + kv_head * G + om) * 2
-                    gl.store(partial_out + part * H + out_at, acc, mask=is_out)
-                    gl.store(ml, most, mask=om < G)
-                    gl.store(ml + 1, total, mask=om < G)
+                    _store_part(acc, most, total, partial_out, partial_ml, first + start // CHUNK, kv_head, N, G)
                 most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
                 sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
                 acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
 
         out_NH = out_BNH + b.to(gl.int64) * N * H
         if num_items_of_sequence == 1:
-            gl.store(out_NH + out_at, (whole * (1.0 / whole_total)[:, None]).to(element), mask=is_out)
+            _store_heads(out_NH, whole * (1.0 / whole_total)[:, None], kv_head, G)
         else:
             num_before = gl.where(is_end, begin, (num_items_of_sequence - 1) * (end - begin)) // CHUNK
             if is_end:
-                part = (first + num_before).to(gl.int64) * N
-                ml = partial_ml + (part + kv_head * G + om) * 2
-                gl.store(partial_out + part * H + out_at, whole, mask=is_out)
-                gl.store(ml, whole_most, mask=om < G)
-                gl.store(ml + 1, whole_total, mask=om < G)
+                _store_part(whole, whole_most, whole_total, partial_out, partial_ml, first + num_before, kv_head, N, G)
             # The barrier orders every thread's stores before the one atomic that releases them.
             thread_barrier()
             if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") == num_items_of_sequence - 1:

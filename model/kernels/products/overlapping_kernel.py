@@ -29,6 +29,16 @@ product."""
 
 
 @gluon.jit
+def _corner_of(tile, T, O: gl.constexpr, RESULTS: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr):
+    # A tile's first token and output. Token tiles vary fastest, within groups of them, so that a tile of weights is
+    # read while it is in the cache.
+    token_tiles = (T + TOKENS - 1) // TOKENS
+    in_group = GROUP * ((O + RESULTS - 1) // RESULTS)
+    width = gl.minimum(token_tiles - tile // in_group * GROUP, GROUP)
+    return (tile // in_group * GROUP + tile % in_group % width) * TOKENS, tile % in_group // width * RESULTS
+
+
+@gluon.jit
 def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexpr):
     if IS_GATE:
         async_load(w_desc, [block, 0, output, 0], bar, w_smem, pred=has)
@@ -48,6 +58,35 @@ def _squares_of(x_TK, token, T, K: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: g
         x = gl.load(at, mask=is_in, other=0.0).to(gl.float32)
         squares += x * x
     return squares
+
+
+@gluon.jit
+def _activated(acc, scale, RESULTS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+    # silu(gate) * up, from gate's rows and up's.
+    pair_layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, WARPS, 1], [0, 1, 2])
+    pairs = gl.convert_layout(acc.reshape([2, RESULTS, TOKENS]).permute([1, 2, 0]), pair_layout)
+    gate, up = gl.split(pairs)
+    gate = gl.convert_layout(gate, LAYOUT) * scale
+    up = gl.convert_layout(up, LAYOUT) * scale
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _arrive(out, places, arrived, split, SPLITS: gl.constexpr):
+    # Leaves a split's part; whether it is the last of its tile, and then the sum of all, in the order of the splits.
+    RESULTS: gl.constexpr = out.shape[0]
+    TOKENS: gl.constexpr = out.shape[1]
+    LAYOUT: gl.constexpr = out.type.layout
+    gl.store(places + split * (RESULTS * TOKENS), out)
+    # The barrier orders every thread's stores before the one atomic that releases them.
+    thread_barrier()
+    is_last = gl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        gl.store(arrived, 0)
+        out = gl.zeros([RESULTS, TOKENS], gl.float32, LAYOUT)
+        for s in gl.static_range(SPLITS):
+            out += gl.load(places + s * (RESULTS * TOKENS), cache_modifier=".cg")
+    return is_last, out
 
 
 @gluon.jit
@@ -104,12 +143,7 @@ def overlapping_product_kernel(
     # The programs of a tile may wait for one another; they are adjacent in the grid, so that they start together.
     tile = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    # Token tiles vary fastest, within groups of them, so that a tile of weights is read while it is in the cache.
-    token_tiles = (T + TOKENS - 1) // TOKENS
-    in_group = GROUP * ((O + RESULTS - 1) // RESULTS)
-    width = gl.minimum(token_tiles - tile // in_group * GROUP, GROUP)
-    token = (tile // in_group * GROUP + tile % in_group % width) * TOKENS
-    output = tile % in_group // width * RESULTS
+    token, output = _corner_of(tile, T, O, RESULTS, TOKENS, GROUP)
     first = split * EACH
     rounds = gl.minimum(EACH, ROUNDS - first)
 
@@ -200,41 +234,27 @@ def overlapping_product_kernel(
         else:
             scale = 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps)
             scale = gl.convert_layout(scale, gl.SliceLayout(0, out_layout))[None, :]
-        pair_layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, WARPS, 1], [0, 1, 2])
-        pairs = gl.convert_layout(acc.reshape([2, RESULTS, TOKENS]).permute([1, 2, 0]), pair_layout)
-        gate, up = gl.split(pairs)
-        gate = gl.convert_layout(gate, out_layout) * scale
-        up = gl.convert_layout(up, out_layout) * scale
-        gl.store(out_at, (gate / (1.0 + gl.exp(-gate)) * up).to(dtype), mask=mask)
-    elif IS_SHARED:
-        out = gl.convert_layout(acc, out_layout)
-        tile_parts = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS)
-        gl.store(tile_parts + split * (RESULTS * TOKENS) + inner_o[:, None] + RESULTS * inner_t[None, :], out)
-        _add_parts(
-            out_TO, tile_parts, arrived + tile, token, output, split, T,
-            O=O, RESULTS=RESULTS, TOKENS=TOKENS, SPLITS=SPLITS, ADD=THEN == 1, WARPS=WARPS,
-        )  # fmt: skip
+        gl.store(out_at, _activated(acc, scale, RESULTS, TOKENS, WARPS, out_layout).to(dtype), mask=mask)
     else:
         out = gl.convert_layout(acc, out_layout)
-        is_last = True
-        if SPLITS > 1:
-            inner = inner_o[:, None] + RESULTS * inner_t[None, :]
-            mine = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS) + inner
-            gl.store(mine + split * (RESULTS * TOKENS), out)
-            # The barrier orders every thread's stores before the one atomic that releases them.
-            thread_barrier()
-            is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
+        tile_parts = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS)
+        inner = inner_o[:, None] + RESULTS * inner_t[None, :]
+        if IS_SHARED:
+            gl.store(tile_parts + split * (RESULTS * TOKENS) + inner, out)
+            _add_parts(
+                out_TO, tile_parts, arrived + tile, token, output, split, T,
+                O=O, RESULTS=RESULTS, TOKENS=TOKENS, SPLITS=SPLITS, ADD=THEN == 1, WARPS=WARPS,
+            )  # fmt: skip
+        else:
+            is_last = True
             if SPLITS > 1:
-                gl.store(arrived + tile, 0)
-                out = gl.zeros([RESULTS, TOKENS], gl.float32, out_layout)
-                for s in gl.static_range(SPLITS):
-                    out += gl.load(mine + s * (RESULTS * TOKENS), cache_modifier=".cg")
-            if IS_EARLY:
-                out += before.to(gl.float32)
-            elif THEN == 1:
-                out += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
-            gl.store(out_at, out.to(dtype), mask=mask)
+                is_last, out = _arrive(out, tile_parts + inner, arrived + tile, split, SPLITS)
+            if is_last:
+                if IS_EARLY:
+                    out += before.to(gl.float32)
+                elif THEN == 1:
+                    out += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
+                gl.store(out_at, out.to(dtype), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["T"])
