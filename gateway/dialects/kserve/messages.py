@@ -21,10 +21,15 @@ _DATATYPES = {"num_input_tokens": "UINT32", "num_output_tokens": "UINT32", "cumu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputDelta:
-    """What is new in one output. reason: the finish reason if the output ends with this piece, else empty."""
+    """What is new in one output.
+
+    reason: the finish reason if the output ends with this piece, else empty.
+    num_hidden: tokens that no piece carries since they give no text, as an end token; they count with the last piece.
+    """
 
     piece: Piece
     reason: str = ""
+    num_hidden: int = 0
 
 
 class Responses:
@@ -44,6 +49,13 @@ class Responses:
         add_outputs(response, [self._tensor(name, deltas) for name in self._asked.outputs])
         return response
 
+    def last(self, end: OutputDelta) -> oip.ModelInferResponse:
+        """The response to an end that comes after the last piece: without tensors if the caller takes such a one, and
+        nothing that it asked for is new in it."""
+        news = {"finish_reason"} | ({"num_output_tokens"} if end.num_hidden else set())
+        is_empty = self._asked.wants_empty_final and news.isdisjoint(self._asked.outputs)
+        return self.empty() if is_empty else self.next([end])
+
     def empty(self) -> oip.ModelInferResponse:
         """A response without tensors."""
         asked = self._asked
@@ -61,7 +73,7 @@ class Responses:
             case "finish_reason":
                 return delta.reason or _UNFINISHED
             case "num_output_tokens":
-                return delta.piece.num_tokens
+                return delta.piece.num_tokens + delta.num_hidden
             case "cumulative_logprob":
                 return self._cumulative_logprobs[index]
             case "logprobs":
@@ -102,3 +114,8 @@ def reason_of(stream: OutputStream) -> str:
     if stream.has_stopped:
         return "stop"
     return "length"
+
+
+def end_of(piece: Piece, stream: OutputStream) -> OutputDelta:
+    """The last piece of a complete output."""
+    return OutputDelta(piece, reason_of(stream), stream.processor.num_undelivered)

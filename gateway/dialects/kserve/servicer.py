@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from octavo.gateway.dialects.kserve import model
-from octavo.gateway.dialects.kserve.messages import OutputDelta, Responses, failed, reason_of, streamed
+from octavo.gateway.dialects.kserve.messages import OutputDelta, Responses, end_of, failed, reason_of, streamed
 from octavo.gateway.dialects.kserve.request import TranslatedRequest, check_version, in_callers_names, translate
 from octavo.gateway.errors import InvalidRequest, NamesFields
 from octavo.gateway.requests.input_processor import share_of
@@ -163,10 +163,10 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
                 _append(wholes[index], piece)
                 tracked.count_piece(piece, time.monotonic(), index)
         tracked.scope.tokens_delivered = tracked.num_tokens
-        reasons = [reason_of(stream) for stream in tracked.streams]
-        for index, reason in enumerate(reasons):
-            tracked.count_finished(reason, index)
-        return self._responses(asked, tracked).next(list(map(OutputDelta, wholes, reasons)))
+        ends = list(map(end_of, wholes, tracked.streams))
+        for index, end in enumerate(ends):
+            tracked.count_finished(end.reason, index)
+        return self._responses(asked, tracked).next(ends)
 
     async def _send_whole(self, asked: TranslatedRequest, tracked: TrackedRequest, writer: StreamWriter) -> None:
         response = await self._whole(asked, tracked)
@@ -178,14 +178,13 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         responses, has_ended = self._responses(asked, tracked), False
         async for piece, has_ended in _pieces(tracked.stream):
             now_s = time.monotonic()
-            response = responses.next([OutputDelta(piece, reason_of(tracked.stream) if has_ended else "")])
+            response = responses.next([end_of(piece, tracked.stream) if has_ended else OutputDelta(piece)])
             await writer.write_of(tracked, streamed(response, is_final=has_ended))
             tracked.scope.tokens_delivered += piece.num_tokens
             tracked.count_piece(piece, now_s)
         if not has_ended:
-            end = OutputDelta(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(tracked.stream))
-            response = responses.empty() if asked.wants_empty_final else responses.next([end])
-            await writer.write_of(tracked, streamed(response, is_final=True))
+            end = end_of(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), tracked.stream)
+            await writer.write_of(tracked, streamed(responses.last(end), is_final=True))
         tracked.count_finished(reason_of(tracked.stream))
 
     # ------------------------------------------------------------ server and models

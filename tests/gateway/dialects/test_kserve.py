@@ -174,6 +174,31 @@ async def test_an_empty_final_response_comes_where_asked_for(serve: Any, ids: An
     assert {each.infer_response.model_name for each in (*others, last)} == {"tiny"}
 
 
+@pytest.mark.parametrize("hidden", ["an end token", "what a stop string ends"])
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_tokens_without_a_text_count_with_the_end(serve: Any, ids: Any, hidden: str, is_late: bool) -> None:
+    """Whatever else is asked for, in one response and in a stream."""
+    world, (end,) = ids("world "), ids("!")
+    sampling = {"stop_token_ids": [end]} if hidden == "an end token" else {"stop": [" !"]}
+
+    async def speak(run: FakeRun) -> None:
+        run.tokens(world)
+        await asyncio.sleep(0.01 * is_late)
+        run.tokens([end])
+        run.finish(WireFinishReason.STOP, stop_token_id=end)
+
+    tasks: list[asyncio.Task[None]] = []
+    asked = [
+        request("Hello", sampling, return_num_output_tokens=True, return_finish_reason=True, stream=streams)
+        for streams in (False, True, True)
+    ]
+    asked[2].parameters["triton_enable_empty_final_response"].bool_param = True
+    async with serve(FakePool(on_run=lambda run: tasks.append(asyncio.create_task(speak(run))))) as served:
+        told = [[values(each.infer_response) for each in await stream(served, one)] for one in asked]
+    assert [sum(each["num_output_tokens"] for each in one) for one in told] == [len(world) + 1] * 3
+    assert [[each["finish_reason"] for each in one].index("stop") for one in told] == [len(one) - 1 for one in told]
+
+
 async def test_requests_of_one_stream_are_answered_side_by_side_and_fail_alone(serve: Any, ids: Any) -> None:
     first, second, third = request(stream=True), request(), request(parameters={"temperature": -1})
     first.id, second.id, third.id = "1", "1", "3"  # ids are the caller's business
