@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import gzip
 import logging
+import re
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import h11
@@ -41,6 +42,8 @@ class PageFormat(Enum):
     TEXT = "text/plain; version=0.0.4; charset=utf-8"
     OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
+
+_PAGES = (b"/metrics", b"/metrics/", b"/", b"")
 
 _MAKERS: dict[PageFormat, Callable[[CollectorRegistry], bytes]] = {
     PageFormat.TEXT: generate_latest,
@@ -69,6 +72,10 @@ class _Answer:
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
     is_head_only: bool = False
+
+    def to(self, request: h11.Request) -> "_Answer":
+        """This answer to that request: to HEAD without its body."""
+        return replace(self, is_head_only=request.method == b"HEAD")
 
 
 class _NoPage(Exception):
@@ -156,13 +163,14 @@ class ScrapeServer:
     ) -> _Answer:
         try:
             if self._num_open > self._max_connections and not self._make_room():
+                refusal = _Answer(503, b"too many scrapes\n", (("Retry-After", "1"),))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REFUSED_READ_S):
-                        await _request(connection, reader)
-                return _Answer(503, b"too many scrapes\n", (("Retry-After", "1"),))
+                        return refusal.to(await _request(connection, reader))
+                return refusal
             with self._idling(limit):
                 request = await _request(connection, reader)
-            return await self._answer_to(request)
+            return (await self._answer_to(request)).to(request)
         except h11.RemoteProtocolError as error:
             return _Answer(error.error_status_hint, b"this is no HTTP\n")
 
@@ -187,18 +195,19 @@ class ScrapeServer:
     async def _answer_to(self, request: h11.Request) -> _Answer:
         if request.method not in (b"GET", b"HEAD"):
             return _Answer(405, b"use GET\n", (("Allow", "GET, HEAD"),))
-        if request.target == b"/favicon.ico":
-            return _Answer(200, b"")
-        if request.target == b"/ready" and self._why_not_ready is not None:
+        path = _path(request)
+        if path == b"/ready" and self._why_not_ready is not None:
             why_not = self._why_not_ready()
             return _Answer(200, b"ready\n") if why_not is None else _Answer(503, f"{why_not}\n".encode())
+        if path not in _PAGES:
+            return _Answer(404, b"not here: /metrics is\n")
         accepted = _accepted(request)
         packing = (("Content-Encoding", "gzip"),) if accepted.is_gzipped else ()
         headers = (("Content-Type", accepted.format.value), *packing)
         try:
-            return _Answer(200, await self._page(accepted), headers, is_head_only=request.method == b"HEAD")
+            return _Answer(200, await self._page(accepted), headers)
         except _NoPage:
-            return _Answer(500, b"no page; see the log\n", is_head_only=request.method == b"HEAD")
+            return _Answer(500, b"no page; see the log\n")
 
     async def _page(self, accepted: _Accepted) -> bytes:
         """A page rendered after this call; all calls made before it is rendered share it."""
@@ -236,6 +245,11 @@ async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> 
             raise _Left
         connection.receive_data(await reader.read(MAX_HEAD_BYTES))
     return event
+
+
+def _path(request: h11.Request) -> bytes:
+    """The path that it asks for, without a query, and without the host that proxies write in front."""
+    return re.sub(rb"^http://[^/?]*|\?.*", b"", request.target)
 
 
 def _accepted(request: h11.Request) -> _Accepted:

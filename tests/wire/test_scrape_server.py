@@ -55,9 +55,30 @@ def test_scrapers_get_the_format_and_the_packing_that_they_accept(serve: Serve) 
     )
     assert gzip.decompress(body) == b"OPENMETRICS"
     assert get(server, "HEAD") == (200, plain, b"")
-    assert get(server, path="/favicon.ico")[0::2] == (200, b"")
     status, headers, _ = get(server, "POST")
     assert (status, headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/metrics/", "/metrics?name=up", "http://127.0.0.1:9090/metrics"])
+def test_a_page_has_its_path(serve: Serve, path: str) -> None:
+    assert get(serve(lambda _: b"page"), path=path)[0::2] == (200, b"page")
+
+
+@pytest.mark.parametrize("path", ["/favicon.ico", "/metric", "/metrics/x", "/ready"])
+def test_nothing_else_is_found(serve: Serve, path: str) -> None:
+    """/ready neither, at a process that has no such answer: whoever asks the wrong one must not take it for ready."""
+    assert get(serve(lambda _: b"page"), path=path)[0::2] == (404, b"not here: /metrics is\n")
+
+
+def test_the_head_of_any_answer_is_told_alone(serve: Serve) -> None:
+    server, why_not = serve(lambda _: b"page"), ["loading", None]
+    server._why_not_ready = lambda: why_not[0]
+    for status, length in ((503, "8"), (200, "6")):
+        told, fields, body = get(server, "HEAD", "/ready")
+        assert (told, fields["content-length"], body) == (status, length, b"")
+        assert get(server, path="/ready?probe")[0] == status
+        del why_not[0:1]
+    assert get(server, "HEAD", "/nowhere")[0::2] == (404, b"")
 
 
 def test_a_page_is_never_older_than_the_scrape_that_it_answers(serve: Serve) -> None:
