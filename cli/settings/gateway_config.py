@@ -153,6 +153,12 @@ def _key_file(text: str) -> Path:
 
 
 def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:
+    if settings.allowed_worker_keys and settings.gateway_key_file is None:
+        raise usage(
+            "--allowed-worker-keys needs --gateway-key-file",
+            "a gateway without a key of its own asks no worker for one",
+            "give both; `octavo keys new gateway` makes it",
+        )
     return WorkerPoolConfig(
         endpoints=settings.worker_endpoint or (default_endpoint(settings.run_dir),),
         registration_token=settings.registration_token,

@@ -62,10 +62,18 @@ def test_a_gateway_has_a_page_where_that_is_asked_for(given: dict[str, object], 
 
 def test_keys_of_workers_may_be_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/of/me")
-    config = gateway_config(GatewaySettings(allowed_worker_keys=("~/a.pub", "b.pub")))
+    of_gateway = GatewaySettings(gateway_key_file=Path("g.key"), allowed_worker_keys=("~/a.pub", "b.pub"))
+    config = gateway_config(of_gateway)
     assert config.workers.allowed_key_files == (Path("/home/of/me/a.pub"), Path("b.pub"))
     with pytest.raises(CliError, match="bad value for --allowed-worker-keys: '~nobody-of-that-name/a': there is no"):
-        gateway_config(GatewaySettings(allowed_worker_keys=("~nobody-of-that-name/a",)))
+        gateway_config(of_gateway.model_copy(update={"allowed_worker_keys": ("~nobody-of-that-name/a",)}))
+
+
+def test_a_gateway_that_admits_workers_by_their_keys_has_one_itself() -> None:
+    """Without one it would admit every worker, whatever the list says."""
+    with pytest.raises(CliError, match="--allowed-worker-keys needs --gateway-key-file") as caught:
+        gateway_config(GatewaySettings(allowed_worker_keys=("a.pub",)))
+    assert caught.value.exit_code == 2
 
 
 def test_settings_left_alone_give_the_workers_own_defaults() -> None:
