@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from octavo.cli.errors import CliError
+from octavo.cli.errors import CliError, usage
 from octavo.cli.serve.children import Child, ManagedProcess, OnLine
 from octavo.cli.serve.launch import (
     READY_FILE,
@@ -56,6 +56,7 @@ from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.gateway_config import check_access, check_exposed
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import check_model_ports, model_ports
+from octavo.cli.settings.setting import flag_of
 from octavo.cli.whole_file import write_whole
 from octavo.wire.host import ending_signals, usable_cores
 
@@ -358,7 +359,7 @@ def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
 
 def choose_ports(settings: ServeSettings) -> list[int]:
     """A metrics port for each process. A worker on a cluster keeps its configured port, or 0. Raises CliError if two
-    listeners want one port, a port is busy, or an address is not this host's; the last two name the flag.
+    listeners want one port, a port is busy, or an address is not this host's; it names the flags.
 
     Ports that the system chooses differ from all ports that were asked for.
     """
@@ -373,17 +374,17 @@ def choose_ports(settings: ServeSettings) -> list[int]:
     hosts += [(settings.openai_host, "openai_host")] if settings.openai is not None else []
     for host, name in hosts:
         require_address(host, name)
-    numbers = [port for _, port, _ in chosen if port]
-    if len(set(numbers)) != len(numbers):
-        raise CliError(
-            "two listeners want one port",
-            f"ports are {sorted(numbers)}",
-            "change --port, --admin-port, --page-port, --model-port, --openai, --metrics-port or --worker-metrics-port",
-        )
+    flags = dict[int, str]()
+    for _, port, name in chosen:
+        if port in flags:
+            numbers = f"{flags[port]} and {flag_of(name)} come to {port}"
+            raise usage("two listeners want one port", numbers, "change one of them")
+        if port:
+            flags[port] = flag_of(name)
     for host, port, name in chosen:
         if port:
             require_free(host, port, name)
-    taken = set(numbers)
+    taken = set(flags)
     return [port or free_port(settings.metrics_host, taken) for _, port in here] + [
         port for _, port in metrics_ports(settings)[len(here) :]
     ]

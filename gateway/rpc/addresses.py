@@ -76,8 +76,8 @@ def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
         address,
         exposure,
         setting,
-        "there is no TLS: give --tls-cert-file and --tls-key-file, use a loopback address or a unix: socket, or allow "
-        "plain text with --exposure insecure",
+        "there is no TLS: give --tls-cert-file and --tls-key-file, use a loopback address, or allow plain text with "
+        "--exposure insecure",
     )
 
 

@@ -177,6 +177,24 @@ def test_ports_that_are_counted_beyond_the_last_one_name_their_flag(given: dict[
     assert (caught.value.what, caught.value.exit_code) == (f"bad value for {flag}", 2)
 
 
+@pytest.mark.parametrize(
+    ("given", "clash"),
+    [
+        ({"openai": 50051}, "--port and --openai come to 50051"),
+        ({"port": 0, "admin_port": 9090}, "--admin-port and --metrics-port come to 9090"),
+        (
+            {"port": 0, "gateways": 2, "worker_metrics_port": 9190},
+            "--metrics-port and --worker-metrics-port come to 9190",
+        ),
+    ],
+)
+def test_two_listeners_that_want_one_port_are_named(given: dict[str, int], clash: str) -> None:
+    with pytest.raises(CliError) as caught:
+        serve.choose_ports(ServeSettings(**given))  # type: ignore[arg-type]
+    assert (caught.value.what, caught.value.numbers) == ("two listeners want one port", clash)
+    assert caught.value.exit_code == 2
+
+
 def test_brackets_around_an_address_are_taken_off() -> None:
     settings = ServeSettings(host="[::1]", metrics_host="[::]", page_host="[::1]", openai_host="127.0.0.1")
     assert (settings.host, settings.metrics_host, settings.page_host) == ("::1", "::", "::1")
