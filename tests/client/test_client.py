@@ -1,10 +1,13 @@
+import copy
 import math
+import pickle
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
+import octavo
 from octavo import Client
 from octavo.client.errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
 from octavo.client.options import tls_credentials
@@ -17,6 +20,11 @@ from tests.support.gateway.scripted_server import Script, finished
 def client(target: str) -> Iterator[Client]:
     with Client(target) as client:
         yield client
+
+
+def test_the_package_lists_what_it_has() -> None:
+    """Names are imported when they are asked for, and shells offer what dir() gives."""
+    assert {"Client", "AsyncClient", "OctavoError", "generate_request"} <= set(dir(octavo))
 
 
 def test_a_stream_gives_its_text_then_knows_how_it_ended(client: Client) -> None:
@@ -134,6 +142,24 @@ def test_models_and_tokens(client: Client) -> None:
     assert client.models() == [model_pb2.ModelInfo(name="m")]
     assert client.tokenize("hé") == [104, 195, 169]
     assert client.detokenize([104, 195, 169]) == "hé"
+
+
+def pickled(error: InvalidRequest) -> InvalidRequest:
+    back: InvalidRequest = pickle.loads(pickle.dumps(error))  # noqa: S301
+    return back
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled])
+def test_an_error_may_be_copied_and_go_to_another_process(
+    client: Client, script: Script, refusal: tuple, again: Callable[[InvalidRequest], InvalidRequest]
+) -> None:
+    script.failures.append(refusal)
+    with pytest.raises(InvalidRequest) as caught:
+        "".join(client.stream(text="hi"))
+    caught.value.add_note("of the second try")
+    copied = again(caught.value)
+    assert (type(copied), str(copied), vars(copied)) == (InvalidRequest, str(caught.value), vars(caught.value))
+    assert copied.violations
 
 
 @pytest.mark.parametrize("timeout_s", [1e10, 1e300, math.inf])

@@ -1,5 +1,6 @@
 """Embed of both clients."""
 
+import numpy as np
 import pytest
 
 from octavo import AsyncClient, Client
@@ -28,6 +29,11 @@ def test_inputs_are_texts_ids_and_conversations() -> None:
         priority=2, cache_salt="s",
     )  # fmt: skip
     assert embed_request(["a"]) == pb.EmbedRequest(inputs=inputs[:1])
+
+
+def test_ids_may_be_an_array() -> None:
+    expected = pb.EmbedInput(token_ids=common_pb2.TokenIds(ids=[4, 5]))
+    assert embed_request([np.array([4, 5])]).inputs[0] == expected  # type: ignore[list-item]
 
 
 def test_mistakes_are_told() -> None:

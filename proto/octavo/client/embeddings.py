@@ -1,7 +1,7 @@
 """Builds `EmbedRequest` from plain Python values. Pure: no channel, no clock."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import SupportsIndex, TypedDict
 
 from octavo.client.field_values import assign, naming
 from octavo.client.requests import Message, chat_message
@@ -57,6 +57,6 @@ def _embed_input(value: EmbedInput) -> inference_pb2.EmbedInput:
     if isinstance(value, str):
         return inference_pb2.EmbedInput(text=value)
     items = list(value)
-    if all(isinstance(item, int) for item in items):
+    if all(isinstance(item, SupportsIndex) for item in items):  # numpy's integers, too
         return inference_pb2.EmbedInput(token_ids=common_pb2.TokenIds(ids=items))  # type: ignore[arg-type]
     return inference_pb2.EmbedInput(chat=inference_pb2.Chat(messages=map(chat_message, items)))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ Knows gRPC statuses and Octavo's trailers; must not know how calls are made.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -64,6 +65,11 @@ class OctavoError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.reason or self.code.name})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How pickle and copy make it again. Exceptions alone would be made of their message, without the code; a pool
+        of processes whose worker raised one would break."""
+        return partial(type(self), self.message, code=self.code), (), vars(self)
 
 
 class InvalidRequest(OctavoError):
