@@ -81,10 +81,14 @@ def start_tracing(environ: Mapping[str, str] = os.environ) -> Tracing | None:
     }
     given = OTELResourceDetector().detect().attributes
     resource = Resource.create({name: value for name, value in defaults.items() if name not in given})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     counts = SpanCounts()
-    exporter = _exporter(counts)
-    provider.add_span_processor(_processor(exporter, counts, _queue_size(environ)))
+    try:
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = _exporter(counts)
+        provider.add_span_processor(_processor(exporter, counts, _queue_size(environ)))
+    except Exception as error:  # the library reads more variables, and does not always say which one is wrong
+        names = ", ".join(sorted(name for name in environ if name.startswith("OTEL_")))
+        raise TracingError(f"OpenTelemetry refuses one of {names}: {error}") from None
     return Tracing(provider, exporter, counts)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -303,6 +304,25 @@ def test_what_is_not_supported_is_named(name: str, value: str) -> None:
     with pytest.raises(TracingError) as raised:
         asks_for_traces({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317", name: value})
     assert str(raised.value).startswith(f"{name} is {value!r}, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "10s", "could not convert string to float: '10s'"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip", "Invalid value"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-1", "schedule_delay_millis must be positive"),
+        ("OTEL_SPAN_EVENT_COUNT_LIMIT", "many", "must be a non-negative integer"),
+    ],
+)
+def test_what_the_library_refuses_is_said_with_the_variables(
+    name: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(TracingError, match=why) as raised:
+        start_tracing()
+    assert {"OTEL_EXPORTER_OTLP_ENDPOINT", name} <= set(re.findall(r"OTEL_\w+", str(raised.value)))
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
