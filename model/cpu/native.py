@@ -35,6 +35,7 @@ _FLAGS = (
     "-fPIC",
 )
 _COMPILE_TIMEOUT_S = 120.0
+MOST_SAID = 200  # characters of a compiler's complaint
 _TENSOR, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "octavo_decode_attention": (
@@ -58,38 +59,46 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 
 
 @cache
-def native_library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None if they are unavailable. The first call compiles: 3 s on one machine, 19 s on
-    another."""
+def _outcome() -> ctypes.CDLL | str | None:
+    """The compiled kernels; or why there are none, as part of a sentence; or None if they were switched off."""
     if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
         return None
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):
-        return None
+        return "their sources are not installed"
     compiler = _compiler()
     if compiler is None:
-        return None
+        return "there is no C compiler (cc)"
     try:
         file = _compiled(compiler)
         with suppress(OSError, AttributeError):
             return _load(file)
         file.unlink()  # the machine stopped before all of it was on disk
         return _load(_compiled(compiler))
-    except (OSError, AttributeError, subprocess.SubprocessError):
-        return None
+    except subprocess.CalledProcessError as error:
+        return f"{compiler} could not compile them{_complaint(error.stderr)}"
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+def _complaint(stderr: bytes) -> str:
+    """What a compiler complained of first, as the end of a sentence; empty if it said nothing."""
+    lines = [line.strip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+    errors = (line for line in lines if "error" in line.lower() or "fail" in line.lower())
+    said = next(errors, lines[-1] if lines else "")
+    return f": {said[:MOST_SAID]}" if said else ""
+
+
+def native_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None if they are unavailable. The first call compiles: 3 s on one machine, 19 s on
+    another."""
+    outcome = _outcome()
+    return outcome if isinstance(outcome, ctypes.CDLL) else None
 
 
 def why_missing() -> str | None:
     """Why there are no kernels, as part of a sentence; None if there are, or they were switched off."""
-    if native_library() is not None or os.environ.get("OCTAVO_NATIVE") == "off":
-        return None
-    compiler = _compiler()
-    if compiler is None:
-        return "there is no C compiler (cc)"
-    try:
-        require_executable(_folder(), VARIABLE)
-    except OSError as error:
-        return str(error)
-    return f"{compiler} could not compile them, or this system cannot load them"
+    outcome = _outcome()
+    return outcome if isinstance(outcome, str) else None
 
 
 def kernels_arithmetic() -> str:

@@ -13,9 +13,9 @@ from octavo.model.cpu import native
 def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and no library loaded before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.native_library.cache_clear()
+    native._outcome.cache_clear()
     yield tmp_path / "octavo" / "native"
-    native.native_library.cache_clear()
+    native._outcome.cache_clear()
 
 
 def test_without_a_compiler_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +35,18 @@ def test_a_compiler_that_fails_means_no_library(tmp_path: Path, monkeypatch: pyt
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(compiler))
     assert native.native_library() is None
+    assert native.why_missing() == f"{compiler} could not compile them"
+
+
+def test_what_a_compiler_complains_of_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is full, or where the headers of the C library are not installed."""
+    compiler = tmp_path / "cc"
+    said = "a.c: In function 'f':\na.c:12:10: fatal error: stdlib.h: No such file or directory\ncompilation ended\n"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\ncat >&2 << "EOF"\n{said}EOF\nexit 1\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    why = "could not compile them: a.c:12:10: fatal error: stdlib.h: No such file or directory"
+    assert native.why_missing() == f"{compiler} {why}"
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(forgotten: Path) -> None:
@@ -49,7 +61,7 @@ def test_it_is_compiled_once_and_not_missing_then(forgotten: Path) -> None:
     assert native.why_missing() is None
     (file,) = forgotten.iterdir()
     before = file.stat().st_mtime_ns
-    native.native_library.cache_clear()
+    native._outcome.cache_clear()
     assert native.native_library() is not None
     assert [(each.name, each.stat().st_mtime_ns) for each in forgotten.iterdir()] == [(file.name, before)]
 
@@ -74,12 +86,12 @@ def test_why_they_are_missing_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as without_compiler:
         without_compiler.setattr("shutil.which", lambda name: None)
         assert native.why_missing() == "there is no C compiler (cc)"
-    native.native_library.cache_clear()
+    native._outcome.cache_clear()
     forgotten.mkdir(parents=True)
     forgotten.chmod(0o777)
     monkeypatch.setenv("CC", "true")
     assert native.why_missing() == f"{forgotten} belongs to others, or others may write there"
-    native.native_library.cache_clear()
+    native._outcome.cache_clear()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     said = f"{tmp_path}/file/octavo/native cannot be written (Not a directory): name another folder with XDG_CACHE_HOME"
