@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from octavo.cli.errors import CliError
-from octavo.cli.serve.ports import require_free
+from octavo.cli.serve.ports import require_address, require_free
 from octavo.cli.serve.preflight import unknown_variables
 from octavo.cli.settings.gateway_config import access_config
 from octavo.cli.settings.groups import ServeSettings
@@ -157,13 +157,21 @@ def check_run_folder(settings: ServeSettings) -> Finding:
 
 
 def check_ports(settings: ServeSettings) -> list[Finding]:
-    """The ports that `octavo serve` would listen on are free."""
+    """The addresses that `octavo serve` would listen on are this host's, and the ports are free."""
+    found = []
+    for host, name in ((settings.host, "host"), (settings.metrics_host, "metrics_host")):
+        try:
+            require_address(host, name)
+        except CliError as error:
+            detail = f"{error.what}: {error.numbers}"
+            found.append(Finding(name="address", verdict=Verdict.BAD, detail=detail, advice=error.change))
+    if found:
+        return found
     wanted = [
         (settings.host, "port", settings.port),
         (settings.metrics_host, "metrics_port", settings.metrics_port),
         (settings.metrics_host, "worker_metrics_port", settings.worker_metrics_port),
     ]
-    found = []
     for host, name, port in wanted:
         try:
             require_free(host, port, name)

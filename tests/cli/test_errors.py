@@ -353,6 +353,16 @@ def test_doctor_finds_busy_ports_open_folders_and_mistyped_variables(
         assert [each.verdict for each in check_ports(busy)] == [Verdict.WARNING]
 
 
+@pytest.mark.parametrize("flag", ["--host", "--metrics-host"])
+def test_doctor_finds_an_address_that_serve_would_refuse(flag: str) -> None:
+    settings = ServeSettings(**{flag.removeprefix("--").replace("-", "_"): "192.0.2.1"})  # type: ignore[arg-type]
+    (found,) = check_ports(settings)
+    assert (found.verdict, found.detail) == (
+        Verdict.BAD,
+        f"bad value for {flag}: '192.0.2.1' is no address of this host: Cannot assign requested address",
+    )
+
+
 def test_doctor_looks_at_everything_and_prints_it() -> None:
     findings = examine(ServeSettings(port=0, metrics_port=0, worker_metrics_port=0))
     names = {each.name for each in findings}
