@@ -1,6 +1,9 @@
 """What asks for the CPU's own kernels runs with instructions hidden, too (`make test-isa`), or it says here why not."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,30 @@ def test_what_is_left_out_says_why(lists: tuple[list[str], list[str]], repositor
     assert {file for file in left_out if file not in OF_DEVICES} <= NEED_NOT.keys()
     assert [file for file in NEED_NOT if not (repository / "tests" / file).exists()] == []
     assert [file for file in NEED_NOT if is_in(file, run) and file not in left_out] == []
+
+
+PYTHON_OF_ANOTHER_CPU = f"""#!/bin/sh
+[ "$1" = -c ] || {{ echo "tests with $OCTAVO_CPU_ISA"; exit 0; }}
+exec {sys.executable} -c 'import sys
+from octavo.model.cpu import isa
+isa.machine_isa = lambda: isa.Isa.VNNI
+program = sys.argv.pop(1)
+exec(program)' "$2" "$3"
+"""
+
+
+def test_only_what_hides_instructions_of_this_cpu_is_run(repository: Path, tmp_path: Path) -> None:
+    """Of the CPU's own class, and of better ones, it says why not."""
+    (tmp_path / "python").write_text(PYTHON_OF_ANOTHER_CPU)
+    (tmp_path / "python").chmod(0o755)
+    done = subprocess.run(
+        ["make", "-o", "dev", "test-isa", f"BIN={tmp_path}", "ISAS=avx2 vnni amx"],
+        cwd=repository, env=os.environ | {"MAKEFLAGS": ""}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "with no better instructions than avx2",
+        "tests with avx2",
+        "vnni: all that this CPU has, as make test runs it, skipped",
+        "amx: not this CPU, skipped",
+    ]
