@@ -4,7 +4,7 @@ import functools
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ ALONE = (
     "worker/test_main.py", "worker/transport",
 )  # fmt: skip
 NOT_ALONE = ("cli/serve/test_preflight.py",)  # within those folders, what starts nothing
+GPU = "gpu"  # the folder of which every test needs one
 assert all((REPOSITORY / "tests" / each).exists() for each in ALONE + NOT_ALONE), "a test that runs alone was moved"
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,11 +43,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: no garbage is looked for meanwhile, which took two fifths of the time, nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which `-m` takes nothing, alone or not, are not imported: every process would import all of them."""
     expression = config.option.markexpr
     terms = [] if " or " in expression or "(" in expression else expression.split(" and ")
-    if collection_path.suffix != ".py" or not {"alone", "not alone"} & set(terms):
+    if collection_path.suffix != ".py":
+        return None
+    if "not gpu" in terms and _lies_in_gpu(collection_path):
+        return True
+    if not {"alone", "not alone"} & set(terms):
         return None
     alone = _lies_in_alone(collection_path)
     if "not alone" in terms:
@@ -56,10 +72,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of services are marked `alone`: `make test` runs them after the others, a few files at once. With
-    `--no-loadscope-reorder`, files are handed out in the order of their tests."""
+    `--no-loadscope-reorder`, files are handed out in the order of their tests. Those of GPU are marked `gpu`."""
     for item in items:
         if _lies_in_alone(item.path):
             item.add_marker(pytest.mark.alone)
+        if _lies_in_gpu(item.path):
+            item.add_marker(pytest.mark.gpu)
     if hasattr(config, "workerinput"):
         from tests.check import longest_first, read_seconds
 
@@ -74,6 +92,10 @@ def is_alone(place: Path | str) -> bool:
 @functools.cache
 def _lies_in_alone(path: Path) -> bool:
     return is_alone(path.relative_to(REPOSITORY / "tests"))
+
+
+def _lies_in_gpu(path: Path) -> bool:
+    return path.is_relative_to(REPOSITORY / "tests" / GPU)
 
 
 @pytest.fixture(scope="session")
@@ -110,12 +132,10 @@ def oracle_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("oracle"), max_position_embeddings=4096)
 
 
-def _freeze() -> Iterator[None]:
+def _freeze() -> None:
     """What earlier tests have left is nobody's garbage: no collection need walk it. A gateway starts so, too."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 frozen = pytest.fixture(_freeze)

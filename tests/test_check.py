@@ -1,6 +1,7 @@
 """`make check` takes what holds the repository together and the quick test files, and says what it left out; how strict
 the types are."""
 
+import gc
 import os
 import subprocess
 import tomllib
@@ -63,9 +64,9 @@ def test_the_longest_files_are_begun_first_and_a_files_tests_stay_together() -> 
 @pytest.mark.parametrize(
     ("expression", "ignored"),
     [
-        ("not gpu and not alone", {"e2e/test_outputs.py"}),
-        ("alone and not gpu", {"model/test_parallel.py"}),
-        ("not gpu", set()),
+        ("not gpu and not alone", {"e2e/test_outputs.py", "gpu/test_gpu_ranks.py"}),
+        ("alone and not gpu", {"model/test_parallel.py", "gpu/test_gpu_ranks.py"}),
+        ("not gpu", {"gpu/test_gpu_ranks.py"}),
         ("alone or gpu", set()),
     ],
 )
@@ -73,7 +74,13 @@ def test_files_of_which_nothing_is_taken_are_not_imported(expression: str, ignor
     """verify's has some tests of either kind."""
     config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
     files = ("e2e/test_outputs.py", "model/test_parallel.py", "cli/tools/test_verify_service.py", "e2e", "model")
+    files += ("gpu/test_gpu_ranks.py",)
     assert {file for file in files if pytest_ignore_collect(check.TESTS / file, config)} == ignored
+
+
+def test_no_collection_of_garbage_walks_what_was_imported() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_targets_keep_bytecode_whatever_the_environment_says(tmp_path: Path) -> None:
