@@ -3,9 +3,11 @@
 Every command imports what it needs when it runs, so that --help is quick and a gateway never sees torch.
 """
 
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from octavo.cli.bench import commands as bench_commands
 from octavo.cli.client import commands as client_commands
@@ -42,3 +44,9 @@ def octavo(
     ] = False,
 ) -> None:
     """Serves Qwen2.5 and Qwen3 over gRPC from paged memory."""
+
+
+@cache
+def whole_command() -> Any:
+    """The command `octavo` with those in it, made once: they have 800 options."""
+    return get_command(app)

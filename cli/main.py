@@ -112,13 +112,14 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
     streams = sys.stdout, sys.stderr
     try:
-        from octavo.cli.app import app
+        from octavo.cli.app import whole_command
         from octavo.cli.settings.setting import DEBUG_VARIABLE
         from octavo.gateway.observability import grpc_environment  # noqa: F401  (sets it: before grpc)
 
         if "--debug" in arguments:
             os.environ[DEBUG_VARIABLE] = "1"
-        code = app([each for each in arguments if each != "--debug"], standalone_mode=False, prog_name="octavo")
+        words = [each for each in arguments if each != "--debug"]
+        code = whole_command()(words, standalone_mode=False, prog_name="octavo")
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as ended:  # also typer's, without a word, where any pipe is broken

@@ -15,9 +15,8 @@ from typing import Any
 
 import grpc
 import pytest
-from typer.main import get_command
 
-from octavo.cli.app import app
+from octavo.cli.app import whole_command
 from octavo.cli.main import main
 from octavo.cli.settings.groups import (
     ALL_KEYS,
@@ -53,7 +52,7 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", SETTINGS)
 def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: str) -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = whole_command().commands
     flags = {flag for parameter in commands[command].params for flag in parameter.opts}
     settings = SETTINGS[command].model_fields
     own = {
@@ -94,7 +93,7 @@ def test_help_names_flag_variable_and_default_of_every_setting_at_any_width(
 
 
 def every_command() -> list[list[str]]:
-    top = get_command(app).commands  # type: ignore[attr-defined]
+    top = whole_command().commands
     inner = [[name, each] for name, group in top.items() for each in getattr(group, "commands", {})]
     return [[], *([name] for name in top), *inner]
 
@@ -112,9 +111,9 @@ def test_help_fits_the_terminal_and_cuts_nothing(
     assert shown.startswith(" ".join(["Usage: octavo", *path]))
     too_long = [line for line in shown.splitlines() if len(line) > columns]
     assert [line for line in too_long if len(line.split()) > 1] == []
-    command = get_command(app)
+    command = whole_command()
     for name in path:
-        command = command.commands[name]  # type: ignore[attr-defined]
+        command = command.commands[name]
     flags = {flag for each in command.params if not getattr(each, "hidden", False) for flag in each.opts}
     assert flags <= set(re.split(r"[\s,/.\[\]]+", shown)) | {"--help", "-h"}
 
@@ -173,9 +172,9 @@ def options_that(are_wanted: Callable[[Any], bool]) -> list[tuple[list[str], str
     """The command and the long flag of each such option of any command."""
     found = []
     for path in every_command():
-        command = get_command(app)
+        command = whole_command()
         for name in path:
-            command = command.commands[name]  # type: ignore[attr-defined]
+            command = command.commands[name]
         found += [(path, max(each.opts, key=len)) for each in command.params if are_wanted(each)]
     return found
 
@@ -379,14 +378,14 @@ def test_every_command_that_the_readme_names_exists_and_every_command_is_named(r
     named = {
         word.split()[0] for cell in re.findall(r"^\| ([^|]*)\|", table, re.M) for word in re.findall(r"`([^`]+)`", cell)
     }
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = whole_command().commands
     assert named == {name for name, command in commands.items() if not command.hidden}
 
 
 def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     documents = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
     shown = {flag for path in documents for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())}
-    commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
+    commands = list(whole_command().commands.values())
     commands += [each for group in commands for each in getattr(group, "commands", {}).values()]
     known = {flag for command in commands for parameter in command.params for flag in parameter.opts}
     of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from octavo.cli.app import app
+from octavo.cli.app import whole_command
 from tests.docs.blocks import blocks_of
 from tests.support.services.service import Service, environment, free_port, launch
 
@@ -82,7 +81,7 @@ def test_the_page_shows_what_is_printed(
 def test_every_command_has_a_section(repository: Path) -> None:
     titles = re.findall(r"^### (.+)$", (repository / PAGE).read_text(), re.MULTILINE)
     told = {name.strip() for title in titles for name in title.split(",")}
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = whole_command().commands
     assert told == {name for name, command in commands.items() if not command.hidden}
 
 

@@ -4,12 +4,10 @@ tests, series of /metrics, defaults in parentheses."""
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from octavo.cli.app import app
+from octavo.cli.app import whole_command
 from octavo.cli.settings.groups import AllSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +20,6 @@ def spans(page: Path) -> list[str]:
     """What stands in backticks, outside of blocks."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
-
-
-@cache
-def whole_command() -> Any:
-    """Made once: it has every command with all of its flags."""
-    return get_command(app)
 
 
 @cache
