@@ -101,7 +101,9 @@ def pretend(
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
         if (name, key) not in launched:
             launched.add((name, key))
-            listener.note(kernel, signature, constexprs, options, attrs, kernel.device_caches[device][2])
+            kernels, _, target, *_ = kernel.device_caches[device]
+            listener.note(kernel, signature, constexprs, options, attrs, target)
+            kernels[key] = nothing  # further launches do not ask for it
 
     def note_cuda(kernel: CudaKernel, *arguments: Any) -> None:
         source = hashlib.sha256(kernel._source.encode()).hexdigest()
