@@ -23,7 +23,8 @@ ALONE = (
     "gateway/test_garbage.py", "gateway/test_main.py", "gateway/test_responsiveness.py", "gateway/workers", "soak",
     "worker/test_main.py", "worker/transport",
 )  # fmt: skip
-NOT_ALONE = ("cli/serve/test_preflight.py",)  # within those folders, what starts nothing
+# Within those folders, what starts nothing.
+NOT_ALONE = ("cli/serve/test_preflight.py", "examples/test_train_demo.py")
 GPU = "gpu"  # the folder of which every test needs one
 assert all((REPOSITORY / "tests" / each).exists() for each in ALONE + NOT_ALONE), "a test that runs alone was moved"
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
 
 from octavo import AsyncClient
 from tests.support.services.service import serve
@@ -15,6 +14,8 @@ LIMIT = 1e-5
 
 
 def their_vectors(folder: Path, pooling: str) -> list[torch.Tensor]:
+    from transformers import AutoModel  # takes seconds, in each process that shares the suite
+
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     vectors = []
     with torch.inference_mode():
