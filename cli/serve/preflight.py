@@ -302,7 +302,7 @@ def _gpus() -> tuple[str, str, str]:
 
 def check_names(models: Sequence[str]) -> None:
     """Raises CliError if two models would be served by the same name."""
-    from octavo.worker.loading.loaded import served_name
+    from octavo.worker.loading.model_card import served_name
 
     taken: dict[str, str] = {}
     for model in models:

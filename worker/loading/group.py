@@ -40,8 +40,9 @@ from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import temporary_folder
 from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.agreement import build_name, check_agreement, check_unchanged, checkpoint_name
-from octavo.worker.loading.loaded import Loaded, Meanwhile, served_name
+from octavo.worker.loading.loaded import Loaded, Meanwhile
 from octavo.worker.loading.loader import load_torch, prepare
+from octavo.worker.loading.model_card import served_name
 from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.runners.group import EXIT_LOST, LOST_WAIT_S, GroupLost, GroupRunner, follow
 from octavo.worker.runners.orders import OrderReader, OrderRing

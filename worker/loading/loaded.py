@@ -8,7 +8,7 @@ from pathlib import Path
 
 from octavo.wire.messages import Capacity, ModelCard
 from octavo.worker.config import SchedulerConfig, WorkerConfig
-from octavo.worker.loading.model_card import CardError, Described, describe
+from octavo.worker.loading.model_card import CardError, Described, describe, served_name
 from octavo.worker.loading.progress import OnProgress
 from octavo.worker.runners.interface import Runner
 from octavo.worker.runners.oracle.model import OracleModel
@@ -135,11 +135,6 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
 
 Meanwhile = Callable[[Described], None]
 """What to do once the checkpoint is known, while the start only waits for processes that compile kernels."""
-
-
-def served_name(model: str) -> str:
-    """The name to serve a model by if none was given: the last part of a folder's path, else `model` itself."""
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
 
 
 def _describe_for_oracle(config: WorkerConfig) -> Described:

@@ -40,9 +40,9 @@ from octavo.worker.loading.combinations import why_not_deterministic
 from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
-from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config, served_name
+from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config
 from octavo.worker.loading.memory import keep_freed_memory, memory_needs, prefer_huge_pages, size_pool
-from octavo.worker.loading.model_card import Described, describe
+from octavo.worker.loading.model_card import Described, describe, served_name
 from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.loading.warmup import WarmRunner, warm_up
 from octavo.worker.loading.weight_format import (

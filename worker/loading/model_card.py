@@ -91,6 +91,11 @@ class Described:
         )
 
 
+def served_name(model: str) -> str:
+    """The name to serve a model by if none was given: the last part of a folder's path, else `model` itself."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
+
+
 def describe(folder: Path) -> Described:
     """Read a folder in HF layout. Raises CardError."""
     config = _parse_json(folder, "config.json")
