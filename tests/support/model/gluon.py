@@ -10,6 +10,9 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 
+tl.block_type.layout = None  # kernels ask for that of a tensor
+
+
 def interpreted(module: ModuleType, kernel: str, *, instead: dict[str, Any] | None = None) -> Any:
     """The module's kernel, which may call the module's other Gluon functions. instead: replacements for some of these,
     by name."""
