@@ -88,6 +88,7 @@ def _complaint(stderr: bytes) -> str:
     return f": {said[:MOST_SAID]}" if said else ""
 
 
+@cache
 def native_library() -> ctypes.CDLL | None:
     """The compiled kernels, or None if they are unavailable. The first call compiles: 3 s on one machine, 19 s on
     another."""

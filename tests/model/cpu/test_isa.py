@@ -184,6 +184,7 @@ def of_class(
 
 def forget_the_class() -> None:
     native._outcome.cache_clear()
+    native.native_library.cache_clear()
 
 
 def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:

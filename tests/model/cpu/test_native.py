@@ -9,13 +9,18 @@ import pytest
 from octavo.model.cpu import native
 
 
+def forget_the_library() -> None:
+    native._outcome.cache_clear()
+    native.native_library.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and no library loaded before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._outcome.cache_clear()
+    forget_the_library()
     yield tmp_path / "octavo" / "native"
-    native._outcome.cache_clear()
+    forget_the_library()
 
 
 def test_without_a_compiler_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +66,7 @@ def test_it_is_compiled_once_and_not_missing_then(forgotten: Path) -> None:
     assert native.why_missing() is None
     (file,) = forgotten.iterdir()
     before = file.stat().st_mtime_ns
-    native._outcome.cache_clear()
+    forget_the_library()
     assert native.native_library() is not None
     assert [(each.name, each.stat().st_mtime_ns) for each in forgotten.iterdir()] == [(file.name, before)]
 
@@ -86,12 +91,12 @@ def test_why_they_are_missing_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as without_compiler:
         without_compiler.setattr("shutil.which", lambda name: None)
         assert native.why_missing() == "there is no C compiler (cc)"
-    native._outcome.cache_clear()
+    forget_the_library()
     forgotten.mkdir(parents=True)
     forgotten.chmod(0o777)
     monkeypatch.setenv("CC", "true")
     assert native.why_missing() == f"{forgotten} belongs to others, or others may write there"
-    native._outcome.cache_clear()
+    forget_the_library()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     said = f"{tmp_path}/file/octavo/native cannot be written (Not a directory): name another folder with XDG_CACHE_HOME"

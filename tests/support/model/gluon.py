@@ -9,7 +9,6 @@ import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-
 tl.block_type.layout = None  # kernels ask for that of a tensor
 
 
