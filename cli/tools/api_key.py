@@ -49,14 +49,14 @@ def _quoted(text: str) -> str:
 def _check(before: str, entry: str, name: str, expires: str | None) -> None:
     what = "the key cannot be added"
     if name in tomllib.loads(before).get("keys", {}):
-        raise CliError(what, f"there is a key of the name {name!r} already", "choose another name")
+        raise usage(what, f"there is a key of the name {name!r} already", "choose another name")
     try:
         parse_access_list(tomllib.loads(before + entry))
     except tomllib.TOMLDecodeError as error:
         numbers = f"--expires is {expires!r}: {error}" if expires else str(error)
-        raise CliError(what, numbers, "write a time as 2027-01-31T00:00:00Z, and each key under its own name") from None
+        raise usage(what, numbers, "write a time as 2027-01-31T00:00:00Z, and each key under its own name") from None
     except ValueError as error:
-        raise CliError(what, str(error), "see docs/security.md") from None
+        raise usage(what, str(error), "see docs/security.md") from None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -31,7 +31,7 @@ def test_what_is_wrong_with_a_key_is_told_and_nothing_else(
     words: tuple[str, ...], told: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = file.read_bytes()
-    assert main(["keys", "new-api", *words, "--file", str(file)]) > 0
+    assert main(["keys", "new-api", *words, "--file", str(file)]) == 2
     what, numbers, _ = capsys.readouterr().err.splitlines()
     assert (what, numbers.strip()[: len(told)]) == ("error: the key cannot be added", told)
     assert file.read_bytes() == before
