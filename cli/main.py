@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 SERVICES = ["serve"], ["gateway"], ["worker"], ["openai"]
+GC_THRESHOLD = 10_000
+"""Objects between two young collections: what is imported stays, and what a service makes of a message is short-lived.
+With Python's own 700, 457 collections take 0.4 of the 3 s in which a worker imports torch."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -27,8 +30,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
+    import gc
     import signal
 
+    gc.set_threshold(GC_THRESHOLD)
     words = sys.argv[1:] if arguments is None else arguments
     if os.getpid() == 1 or words[:1] in SERVICES:
         _take_signals()

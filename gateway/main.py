@@ -19,7 +19,6 @@ log = structlog.get_logger(__name__)
 
 
 STALL_EXIT_S, TURN_S = 60.0, 1.0
-_GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway makes a few per message, all short-lived
 
 
 def main(config: GatewayConfig, *, drained_code: int = 0) -> int:
@@ -53,7 +52,6 @@ async def _serve(config: GatewayConfig, drained_code: int) -> int:
     await gateway.start()
     gc.collect()
     gc.freeze()  # objects that are never freed need not be walked again
-    gc.set_threshold(_GC_THRESHOLD)
     guard = asyncio.create_task(guard_loop(STALL_EXIT_S), name="guard of the event loop")
     try:
         await _first_of(gateway.drained, stop_now)

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from octavo.cli.app import whole_command
-from octavo.cli.main import main
+from octavo.cli.main import GC_THRESHOLD, main
 from octavo.cli.settings.groups import (
     ALL_KEYS,
     AllSettings,
@@ -417,6 +417,12 @@ def test_a_terminal_without_unicode_gets_question_marks_not_an_error(handler: st
     variables = os.environ | {"PYTHONIOENCODING": f"ascii:{handler}"}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("1 ? 2 ?\n", "", 0)
+
+
+def test_a_command_and_what_it_imports_are_rarely_walked_for_garbage() -> None:
+    program = "import gc, octavo.cli.main as cli; cli.main = lambda _: print(gc.get_threshold()[0]); cli.run([])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) == GC_THRESHOLD
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
