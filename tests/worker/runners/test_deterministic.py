@@ -41,10 +41,15 @@ def test_on_a_cpu_an_answer_does_not_depend_on_the_batch(dtype: torch.dtype) -> 
 
 
 def test_without_the_mode_it_does() -> None:
-    """The control: what the others would find."""
-    here = Invariance(runner=torch_runner(random_model(torch.bfloat16), "sdpa"), limits=LIMITS)
-    wanted = here.alone()
-    assert any(outcomes != wanted for _, outcomes in here.ways())
+    """The control: what the others would find. Of which dtype depends on the CPU: on one with no more than AVX2, a row
+    in bf16 has the same bits in any batch."""
+
+    def depends_on_the_batch(dtype: torch.dtype) -> bool:
+        here = Invariance(runner=torch_runner(random_model(dtype), "sdpa"), limits=LIMITS)
+        wanted = here.alone()
+        return any(outcomes != wanted for _, outcomes in here.ways())
+
+    assert any(map(depends_on_the_batch, (torch.float32, torch.bfloat16)))
 
 
 @pytest.mark.slow
