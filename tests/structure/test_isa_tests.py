@@ -76,7 +76,7 @@ def test_only_what_hides_instructions_of_this_cpu_is_run(repository: Path, tmp_p
     (tmp_path / "python").write_text(PYTHON_OF_ANOTHER_CPU)
     (tmp_path / "python").chmod(0o755)
     done = subprocess.run(
-        ["make", "-o", "dev", "test-isa", f"BIN={tmp_path}", "ISAS=avx2 vnni amx"],
+        ["make", "--no-print-directory", "-o", "dev", "test-isa", f"BIN={tmp_path}", "ISAS=avx2 vnni amx"],
         cwd=repository, env=os.environ | {"MAKEFLAGS": ""}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
