@@ -85,8 +85,9 @@ def gateway_process(address: str, work: Work, pipe: Any) -> None:
     import gc
 
     from bench.gateway.lone_gateway import lone_gateway
+    from octavo.cli.main import GC_THRESHOLD
     from octavo.gateway.config import RequestLimits
-    from octavo.gateway.main import _GC_THRESHOLD, _loop_factory
+    from octavo.gateway.main import _loop_factory
     from tests.support.gateway.fake_pool import FakeRun, model_card
 
     files = {path.name: path.read_bytes() for path in work.tokenizer.iterdir() if path.suffix in (".json", ".jinja")}
@@ -111,7 +112,7 @@ def gateway_process(address: str, work: Work, pipe: Any) -> None:
         async with lone_gateway(address, card, files, limits, on_run=begin) as (_, pool):
             gc.collect()
             gc.freeze()
-            gc.set_threshold(_GC_THRESHOLD)
+            gc.set_threshold(GC_THRESHOLD)
             lag = Lag()
             watch = asyncio.create_task(lag.watch())
             pipe.send("ready")
