@@ -214,10 +214,10 @@ class RequestTable:
     def preempt(self, request: Request, now_s: float) -> None:
         """Take a request's slot: it is queued again, or parked if it was paused. Its blocks go to the host if there is
         room and that costs less than computing them again; otherwise only its tokens are kept."""
-        self.commit(request)
         slot = request.held_slot
         num_tokens, num_verified = int(self.slots.num_scheduled_S[slot]), int(self.slots.num_computed_S[slot])
         if self._may_swap(request, num_tokens):
+            self.commit(request)
             was_paused = self._leave_row(request, now_s)
             try:
                 self.blocks.swap_out(slot, request.block_owner, num_tokens)
