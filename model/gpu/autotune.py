@@ -43,14 +43,15 @@ WARM_UP_STEPS, TIMINGS, STEPS = 3, 3, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Weights in the layers: 5 ms per step. With more, a timing has fewer steps."""
-KERNELS = 10
+KERNELS = 11
 """Increased whenever a kernel of a step is replaced or a size gets another path, so that timings are repeated. 2:
 Hopper GPUs have attention by a ring of tiles, and overlapping products by default. 3: two rows may use those too. 4:
 those of gate and up no longer wait for each other within a tile. 5: the kernels for a small batch are cut differently,
 and one row may use the overlapping ones. 6: rows have a context when they are timed; programs without a part of a
 context end at once. 7: gate and up of few rows sum the norm's squares first. 8: a small batch's attention keeps longer
 tiles in registers; a size is timed in the middle of those it stands for. 9: gate, up and down of more than 64 rows are
-cut for clusters. 10: so are the other products, and programs send one another their sums."""
+cut for clusters. 10: so are the other products, and programs send one another their sums. 11: sums over ranks overlap
+with their neighbours."""
 CAPTURE = "thread_local"
 """Capture mode of graphs: only calls by this thread can invalidate the capture, not those of NCCL's watchdog thread."""
 

@@ -10,9 +10,10 @@ the order of the ranks and rounded once, so that all ranks get the same bits. A 
 sum has met its peers: by then every peer has ended this sum. So consecutive sums need different rooms, and two are
 enough.
 
-Another kernel meets its peers in the same way and puts all ranks' columns side by side instead of adding them.
+It overlaps with its neighbours (model/kernels/overlap.py): the next kernel requests its weights while this one waits
+for its peers, when memory has little else to do.
 
-It does not overlap with its neighbours (model/kernels/overlap.py): some steps hung when it did.
+Another kernel meets its peers in the same way and puts all ranks' columns side by side instead of adding them.
 
 Must not know: how peers' memory is obtained, layers, what the columns are.
 
@@ -22,6 +23,8 @@ Legend, of columns: B rows · V columns of all ranks.
 import torch
 import triton
 import triton.language as tl
+
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 BLOCK, LARGE_BLOCK = 2048, 4096
 WARPS = 8
@@ -55,9 +58,11 @@ def meet(counts, program, RANK: tl.constexpr, SIZE: tl.constexpr, SEM: tl.conste
 @triton.jit
 def _peer_sum_kernel(
     rooms, counts, out, num_elements,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
     program = tl.program_id(0)
+    wait_for_previous(PDL)
     meet(counts, program, RANK, SIZE, SEM="relaxed")
     for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         k = start + tl.arange(0, BLOCK)
@@ -77,6 +82,7 @@ def peer_sum(
     *,
     rank: int,
     adds: bool,
+    overlap: Overlap = Overlap.NONE,
 ) -> None:
     """out = the sum of every rank's tensor in the same room; adds: plus the previous value of out. rooms, counts: every
     rank's, in order of the ranks, including this one's. counts: int32, initially zero, a column for each rank and a row
@@ -88,7 +94,8 @@ def peer_sum(
     _check(rooms, counts, out, num_elements, rank)
     _peer_sum_kernel[(num_programs(num_elements),)](
         rooms, counts, out, num_elements,
-        RANK=rank, SIZE=len(rooms), BLOCK=_block_of(num_elements), ADDS=adds, num_warps=WARPS,
+        RANK=rank, SIZE=len(rooms), BLOCK=_block_of(num_elements), ADDS=adds, PDL=overlap.value,
+        num_warps=WARPS, launch_pdl=overlap.value,
     )  # fmt: skip
 
 

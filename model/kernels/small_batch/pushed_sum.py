@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
+
 WORDS = 128
 """Words of a program, which is one warp. All sums are cut in the same way, since a word's turn is its program's."""
 
@@ -55,10 +57,13 @@ def _bits(number):
 def _pushed_sum_kernel(
     partial, inboxes, turns, out, num_words, inbox_words,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, ADDS: tl.constexpr, PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
     program = tl.program_id(0)
     k = program * WORDS + tl.arange(0, WORDS)
     mask = k < num_words
+    wait_for_previous(PDL)
     mine = tl.load(partial + k, mask=mask, other=0)
     if ADDS:
         before = tl.load(out + k, mask=mask, other=0)
@@ -98,6 +103,7 @@ def pushed_sum(
     *,
     rank: int,
     adds: bool,
+    overlap: Overlap = Overlap.NONE,
 ) -> None:
     """out = the sum of every rank's partial, bfloat16 or float32; adds: plus the previous value of out. inboxes: every
     rank's, in order of the ranks, including this one's: int64 [2, ranks, words], with enough words for the largest sum,
@@ -122,5 +128,6 @@ def pushed_sum(
         raise ValueError(f"a sum of {words} words has inboxes of {room} and {turns.numel()} turns of {turns.dtype}")
     _pushed_sum_kernel[(num_turns(words),)](
         partial.view(-1).view(torch.int32), inboxes, turns, out.view(-1).view(torch.int32), words, room,
-        RANK=rank, SIZE=size, WORDS=WORDS, ADDS=adds, PAIRS=out.dtype == torch.bfloat16, num_warps=1,
+        RANK=rank, SIZE=size, WORDS=WORDS, ADDS=adds, PAIRS=out.dtype == torch.bfloat16, PDL=overlap.value,
+        num_warps=1, launch_pdl=overlap.value,
     )  # fmt: skip
