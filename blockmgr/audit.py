@@ -191,8 +191,8 @@ def _check_cached(pool: BlockPool) -> Iterator[str]:
 def _check_index(pool: BlockPool) -> Iterator[str]:
     index = pool.index
     indexed = np.flatnonzero(index.entry_P >= 0)
-    if (index.is_barred_P[indexed]).any():
-        yield f"tainted blocks {_named(indexed[index.is_barred_P[indexed]])} are in the index"
+    if (index.is_tainted_P[indexed]).any():
+        yield f"tainted blocks {_named(indexed[index.is_tainted_P[indexed]])} are in the index"
     entries = index.entry_P[indexed]
     if len(np.unique(entries)) < len(entries) or (index.parent_entry_P[indexed] >= entries).any():
         yield "index entries are not in order"

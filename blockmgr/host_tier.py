@@ -81,8 +81,8 @@ class HostTier:
         for i in np.flatnonzero(~is_awaited).tolist():
             block, target = int(blocks[i]), int(targets[i])
             self._queue_out(origins[i], target)
-            if self._index.is_barred_P[block]:
-                self._index.bar(targets[i : i + 1])
+            if self._index.is_tainted_P[block]:
+                self._index.taint(targets[i : i + 1])
             elif self._device.ref_P[block] == 1 and self._index.digest_of[block] is not None:
                 self._index.move(block, target)
         self.swapped[request_id] = SwappedRequest(blocks=targets, chain=chain, num_tokens=num_tokens)
@@ -101,8 +101,8 @@ class HostTier:
             self.ins.append(source=source, destination=target)
             if self._index.digest_of[source] is not None:
                 self._index.move(source, target)
-            if self._index.is_barred_P[source]:
-                self._index.bar(np.array([target], np.int32))
+            if self._index.is_tainted_P[source]:
+                self._index.taint(np.array([target], np.int32))
         self.is_awaited_P[targets] = True
 
     def cancel_copies_in(self, blocks: np.ndarray) -> None:

@@ -309,7 +309,7 @@ class BlockManager:
         self._tables.check_live(slot)
         blocks = self._tables.row(slot).copy()
         self._chains[slot].is_tainted = True
-        self._index.bar(blocks)
+        self._index.taint(blocks)
         self._pool.forget(blocks)
 
     def flush_prefix_cache(self) -> int:
@@ -359,7 +359,7 @@ class BlockManager:
             targets = np.concatenate([targets, self.host.invalidate(copies_out_C2[:, 1])])
         if not len(targets):
             return []
-        self._index.bar(targets)
+        self._index.taint(targets)
         self._pool.forget(targets)
         live = np.flatnonzero(self._tables.is_live_S)
         return live[np.isin(self._tables.table_SM[live], targets).any(axis=1)].tolist()

@@ -247,7 +247,7 @@ class BlockPool:
         if num > num_from_blank:
             blocks = np.concatenate([blocks, self._evict(num - num_from_blank)])
         self.ref_P[blocks] = 1
-        self.index.unbar(blocks)
+        self.index.clear_taint(blocks)
         return blocks
 
     def num_taken_by_sharing(self, blocks: np.ndarray) -> int:

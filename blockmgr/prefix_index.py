@@ -129,7 +129,7 @@ class PrefixIndex:
         self.hash_block = hash_block
         self.block_of: dict[bytes, int] = {}
         self.entry_P = np.full(num_blocks, _NO_ENTRY, np.int64)
-        self.is_barred_P = np.zeros(num_blocks, np.bool_)
+        self.is_tainted_P = np.zeros(num_blocks, np.bool_)
         self.parent_entry_P = np.full(num_blocks, _NO_ENTRY, np.int64)
         self._tokens_PB = np.empty((num_blocks, block_size), np.int32)
         self.digest_of: list[bytes | None] = [None] * num_blocks
@@ -149,13 +149,13 @@ class PrefixIndex:
         """bool per block: whether it is in the index."""
         return self.entry_P[blocks] != _NO_ENTRY
 
-    def bar(self, blocks: np.ndarray) -> None:
+    def taint(self, blocks: np.ndarray) -> None:
         """Keep these blocks out of the index until they are handed out anew."""
-        self.is_barred_P[blocks] = True
+        self.is_tainted_P[blocks] = True
 
-    def unbar(self, blocks: np.ndarray) -> None:
+    def clear_taint(self, blocks: np.ndarray) -> None:
         """Let these blocks enter the index again: their former content is gone."""
-        self.is_barred_P[blocks] = False
+        self.is_tainted_P[blocks] = False
 
     def find(self, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
         """The longest run of indexed blocks at the head of a prompt that leaves at least one token.
@@ -191,7 +191,7 @@ class PrefixIndex:
     def extend(self, chain: Chain, blocks: np.ndarray, token_ids_T: np.ndarray) -> np.ndarray:
         """Enter full blocks, int32, head first; the chain has the first ones already.
 
-        token_ids_T: int32, len(blocks) * block_size of them. Stops at a barred block: what follows could never be hit.
+        token_ids_T: int32, len(blocks) * block_size of them. Stops at a tainted block: what follows could never be hit.
         A block whose content the host has takes over that entry. Returns other blocks that had to leave the index,
         int32; the caller must update their pools.
         """
@@ -200,8 +200,8 @@ class PrefixIndex:
         data, width = token_ids_T[len(chain) * self._block_size :].tobytes(), 4 * self._block_size
         blocks = blocks[len(chain) :]
         replaced: list[int] = []
-        for i, (block, is_barred) in enumerate(zip(blocks.tolist(), self.is_barred_P[blocks].tolist(), strict=True)):
-            if is_barred:
+        for i, (block, is_tainted) in enumerate(zip(blocks.tolist(), self.is_tainted_P[blocks].tolist(), strict=True)):
+            if is_tainted:
                 break
             token_bytes = data[i * width : (i + 1) * width]
             digest = self.hash_block(chain.digests[-1] if chain.digests else chain.root, token_bytes)

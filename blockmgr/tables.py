@@ -331,7 +331,7 @@ class Growth:
         origin = self.copies.origin(block)
         self._pool.share(np.array([origin], np.int32))
         self.copies.append(source=origin, destination=int(copy[0]))
-        if self._pool.index.is_barred_P[block]:
-            self._pool.index.bar(copy)
+        if self._pool.index.is_tainted_P[block]:
+            self._pool.index.taint(copy)
         self._pool.drop(np.array([block], np.int32))
         self._tables.replace(slot, column, int(copy[0]))

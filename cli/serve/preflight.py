@@ -69,10 +69,10 @@ print(about["__version__"], about["cuda"] or "no", len(parts) if parts and count
 # In a child process, since it needs torch, which the supervisor does not.
 _CUT = """import json, sys
 from pathlib import Path
-from octavo.worker.loading.group import CannotBeCut, check_cut
+from octavo.worker.loading.group import IndivisibleModel, check_cut
 try:
     check_cut(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-except CannotBeCut as error:
+except IndivisibleModel as error:
     print(json.dumps([error.what, error.numbers, error.change]))
 """
 

@@ -184,11 +184,11 @@ def _check_cut(folder: Path, checkpoint: str, size: int) -> list[Finding]:
     """Empty if a worker has one rank."""
     if size == 1:
         return []
-    from octavo.worker.loading.group import CannotBeCut, check_cut
+    from octavo.worker.loading.group import IndivisibleModel, check_cut
 
     try:
         check_cut(folder, size, checkpoint)
-    except CannotBeCut as error:
+    except IndivisibleModel as error:
         return [Finding(name="cut", verdict=Verdict.BAD, detail=str(error), advice=error.change)]
     return [Finding(name="cut", verdict=Verdict.GOOD, detail=f"{folder.name} can be cut into {size} ranks")]
 

@@ -84,7 +84,7 @@ class Rounded:
 NOT_ROUNDED = Rounded()
 
 
-class Fed(Protocol):
+class ReferenceInput(Protocol):
     """A sequence, its positions, and how often each of the first num_shared tokens' keys is there."""
 
     token_ids: list[int]
@@ -143,7 +143,7 @@ class Reference:
         self._model = None
         gc.collect()
 
-    def logits(self, model: Any, fed: Fed, rounded: Rounded) -> torch.Tensor:
+    def logits(self, model: Any, fed: ReferenceInput, rounded: Rounded) -> torch.Tensor:
         """Logits [T, V] in float32, after every token."""
         num_tokens, num_shared = len(fed.token_ids), fed.num_shared
         mask_TT = torch.full((num_tokens, num_tokens), float("-inf")).triu(1)

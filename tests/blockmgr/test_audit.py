@@ -103,7 +103,7 @@ def index_a_blank_block(m: BlockManager) -> None:
 
 
 def taint_an_indexed_block(m: BlockManager) -> None:
-    m._index.bar(np.array([1], np.int32))
+    m._index.taint(np.array([1], np.int32))
 
 
 def turn_a_parent_round(m: BlockManager) -> None:

@@ -184,7 +184,7 @@ def test_m13_tainted_blocks_that_return_through_a_child_are_seen(
         return manager.match(tokens) == 0
 
     assert stays_out()
-    monkeypatch.setattr(PrefixIndex, "bar", lambda *_: None)
+    monkeypatch.setattr(PrefixIndex, "taint", lambda *_: None)
     assert not stays_out()
 
 

@@ -247,8 +247,8 @@ def _blocks_state(manager: BlockManager) -> State:
         (slot, len(chain), chain.is_tainted, tuple(named([entries.get(entry, -2)]) for entry in chain.entries))
         for slot, chain in sorted(manager._chains.items())
     )
-    barred = named(np.flatnonzero(index.is_barred_P).tolist())
-    return rows, lru, held, holds, links, chains, barred
+    tainted = named(np.flatnonzero(index.is_tainted_P).tolist())
+    return rows, lru, held, holds, links, chains, tainted
 
 
 def _on_cycles(moves: dict[int, list[int]], num_states: int) -> list[int]:

@@ -314,7 +314,7 @@ def check_gpus(device: str, size: int) -> None:
         raise ValueError(f"tensor_parallel_size {size} needs a GPU for each rank, and torch sees {count}")
 
 
-class CannotBeCut(ValueError):
+class IndivisibleModel(ValueError):
     """A model cannot be divided among so many ranks. what, numbers, change: parts of a command line's error."""
 
     exit_code = 2
@@ -328,7 +328,7 @@ class CannotBeCut(ValueError):
 
 
 def check_cut(folder: Path, size: int, model: str) -> None:
-    """Raises CannotBeCut if the checkpoint cannot be divided among so many ranks. model: as the user named it."""
+    """Raises IndivisibleModel if the checkpoint cannot be divided among so many ranks. model: as the user named it."""
     model_config = load_config(folder)
 
     def why_not(size: int) -> str:
@@ -340,7 +340,7 @@ def check_cut(folder: Path, size: int, model: str) -> None:
 
     if why := why_not(size):
         sizes = [each for each in range(model_config.num_attention_heads, 0, -1) if not why_not(each)]
-        raise CannotBeCut(model, size, why, sizes)
+        raise IndivisibleModel(model, size, why, sizes)
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ def full_state(manager: BlockManager) -> tuple[Any, ...]:
         list(pool.fence._open),
         dict(index.block_of),
         index.entry_P.tobytes(),
-        index.is_barred_P.tobytes(),
+        index.is_tainted_P.tobytes(),
         growth.copies.pending,
         growth.copies.sources,
         tables.updates._rows_U3[: tables.updates._count].tolist(),
