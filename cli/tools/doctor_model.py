@@ -261,11 +261,13 @@ def _check_kernels(settings: ServeSettings) -> list[Finding]:
         advice = "install a C compiler (apt install gcc): without one a CPU serves several times slower"
         return [Finding(name="compiler", verdict=Verdict.WARNING, detail="there is no cc", advice=advice)]
     found = [Finding(name="compiler", verdict=Verdict.GOOD, detail=compiler)]
-    if os.environ.get("OCTAVO_NATIVE") == "off":
-        return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail="off", advice="unset OCTAVO_NATIVE")]
-    from octavo.model.cpu.native import native_library
+    from octavo.model.cpu.native import SWITCH, native_library, why_missing
 
     if native_library() is None:
+        why = why_missing()
+        if why is None or SWITCH in why:
+            advice = f"unset {SWITCH}"
+            return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail=why or "off", advice=advice)]
         advice = f"`{compiler} --version` tells whether it runs; without kernels a CPU serves several times slower"
         return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail="could not be compiled", advice=advice)]
     return [*found, Finding(name="kernels", verdict=Verdict.GOOD, detail="compiled, and loaded")]

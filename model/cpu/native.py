@@ -1,7 +1,8 @@
 """Compiles the C files of this folder with the machine's own C compiler, once per machine, and loads it.
 
 The result is kept in $XDG_CACHE_HOME/octavo/native (or ~/.cache/octavo/native) under the hash of source, flags,
-compiler and processor. Without a compiler, or with OCTAVO_NATIVE=off, there is no library and callers use torch.
+compiler and processor. Without a compiler, or with OCTAVO_NATIVE=off, there is no library and callers use torch; so it
+is with a word there that is neither on nor off, and the reason then names it.
 Must not know: tensors.
 """
 
@@ -58,11 +59,18 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 }
 
 
+SWITCH = "OCTAVO_NATIVE"
+ON, OFF = ("", "on", "1", "true", "yes"), ("off", "0", "false", "no")
+
+
 @cache
 def _outcome() -> ctypes.CDLL | str | None:
     """The compiled kernels; or why there are none, as part of a sentence; or None if they were switched off."""
-    if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
+    word = os.environ.get(SWITCH, "").strip().lower()
+    if word in OFF or os.name != "posix":
         return None
+    if word not in ON:
+        return f"{SWITCH} is {word!r}, neither on nor off"
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):
         return "their sources are not installed"
     compiler = _compiler()

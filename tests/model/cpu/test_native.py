@@ -34,6 +34,21 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, forgotten: Path
     assert not forgotten.exists()
 
 
+@pytest.mark.parametrize("word", ["on", "1", "True"])
+def test_switched_on_it_is_there(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE", word)
+    forget_the_library()
+    assert native.why_missing() is None
+    assert native.native_library() is not None
+    forget_the_library()
+
+
+def test_an_unknown_word_of_the_switch_is_named(monkeypatch: pytest.MonkeyPatch, forgotten: Path) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE", "perhaps")
+    assert native.native_library() is None
+    assert native.why_missing() == "OCTAVO_NATIVE is 'perhaps', neither on nor off"
+
+
 def test_a_compiler_that_fails_means_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo one\n')
