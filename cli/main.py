@@ -115,7 +115,7 @@ def _flushed(code: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
-    streams = sys.stdout, sys.stderr
+    streams, output = (sys.stdout, sys.stderr), _file_of(sys.stdout)
     try:
         from octavo.cli.app import whole_command
         from octavo.cli.settings.setting import DEBUG_VARIABLE
@@ -127,25 +127,34 @@ def main(arguments: Sequence[str]) -> int:
         code = whole_command()(words, standalone_mode=False, prog_name="octavo")
     except KeyboardInterrupt:
         return _interrupted()
-    except SystemExit as ended:  # also typer's, without a word, where any pipe is broken
+    except SystemExit as ended:  # also typer's and rich's, without a word, where any pipe is broken
         if not isinstance(ended.__context__, BrokenPipeError):
             raise
         sys.stdout, sys.stderr = streams  # it has put others in their place
-        return 0 if _has_lost_its_reader(sys.stdout) else _fail(ended.__context__)
+        return 0 if output is not None and _has_lost_its_reader(output) else _fail(ended.__context__)
     except Exception as error:
         return _fail(error)
+    finally:
+        if output is not None:
+            os.close(output)
     return code if isinstance(code, int) else 0
 
 
-def _has_lost_its_reader(stream: TextIO) -> bool:
+def _file_of(stream: TextIO) -> int | None:
+    """A descriptor of its own for the stream's file, since rich puts /dev/null behind a stdout that it cannot write to;
+    None where the stream is no file."""
+    try:
+        return os.dup(stream.fileno())
+    except (OSError, ValueError):
+        return None
+
+
+def _has_lost_its_reader(file: int) -> bool:
     """Whether it is a pipe that nobody reads any more; then what could not be written is discarded."""
     import select
 
     poll = select.poll()
-    try:
-        poll.register(stream, 0)
-    except (OSError, ValueError):  # it is no file
-        return False
+    poll.register(file, 0)
     return bool(poll.poll(0))
 
 

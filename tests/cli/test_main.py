@@ -459,8 +459,11 @@ def test_a_log_that_cannot_be_written_is_no_failure() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = [sys.executable, "-m", "octavo.cli.main", "config", "show"]
+@pytest.mark.parametrize(
+    "words", [["config", "show"], ["sizing", "folio-chat", "--context", "512"]]
+)  # lines, and a table of rich's
+def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.close()
