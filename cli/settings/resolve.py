@@ -150,7 +150,6 @@ def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Orig
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        where = origins[name].where if name in origins else ""
         field = group.model_fields.get(name)
         is_secret = field is not None and help_of(field).secrecy == "secret"
         given = "(hidden)" if is_secret else shorten(values.get(name))
@@ -158,6 +157,13 @@ def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Orig
         complaint = said[0].lower() + said[1:]
         raise usage(
             f"bad value for {flag_of(name)}",
-            f"{where or flag_of(name)} is {given}: {complaint}",
+            f"{_told(name, origins.get(name))} is {given}: {complaint}",
             field.description if field and field.description else "see --help",
         ) from None
+
+
+def _told(name: str, origin: Origin | None) -> str:
+    """A setting by the name that it was given by."""
+    if origin is None or origin.source is Source.DEFAULT:
+        return flag_of(name)
+    return f"{name} in {origin.where}" if origin.source is Source.FILE else origin.where

@@ -120,6 +120,17 @@ def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: st
     assert caught.value.exit_code == 2
 
 
+def test_a_bad_value_is_told_by_the_name_that_it_was_given_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, complaint = write(tmp_path, "port = 70000"), "input should be less than or equal to 65535"
+    with pytest.raises(CliError) as in_the_file:
+        resolve(ServeSettings, {}, file=path, known_keys=ALL_KEYS)
+    monkeypatch.setenv("OCTAVO_PORT", "70001")
+    with pytest.raises(CliError) as in_the_environment:
+        resolve(ServeSettings, {}, file=path, known_keys=ALL_KEYS)
+    assert in_the_file.value.numbers == f"port in {path} is 70000: {complaint}"
+    assert in_the_environment.value.numbers == f"OCTAVO_PORT is '70001': {complaint}"
+
+
 def test_a_file_that_is_no_text_is_told_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "octavo.toml").write_bytes(b"# caf\xe9")
     with pytest.raises(CliError, match=r"octavo\.toml is not TOML: it is not UTF-8 text, from its byte 6 on"):
@@ -294,7 +305,7 @@ def test_an_empty_path_is_refused_by_its_name_and_an_empty_variable_is_none(
     with pytest.raises(CliError) as refused:
         resolve(group, {}, known_keys=ALL_KEYS)
     assert refused.value.what == f"bad value for {flag_of(name)}"
-    assert refused.value.numbers == f"{file.name} is '': a path should not be empty; leave it out instead"
+    assert refused.value.numbers == f"{name} in {file.name} is '': a path should not be empty; leave it out instead"
     write(tmp_path, f'{name} = "a\\u0000b"\n')
     with pytest.raises(CliError, match="a path should have no NUL in it"):
         resolve(group, {}, known_keys=ALL_KEYS)
