@@ -158,7 +158,7 @@ def show_error(error: CliError) -> None:
 
 
 def _of_command_line(error: BaseException) -> CliError:
-    message = str(error.format_message())  # type: ignore[attr-defined]
+    message = str(error.format_message()).replace(": Value error, ", ": ")  # type: ignore[attr-defined]
     head, _, hint = message.partition(" Did you mean ")
     possible = getattr(error, "possibilities", None)
     if possible:

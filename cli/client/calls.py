@@ -9,17 +9,15 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.client.connect import channel_options_of, connect, credentials_of, metadata_of
+from octavo.cli.client.json_fields import json_fields, numeric_fields
 from octavo.cli.errors import usage
 from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.groups import CallSettings, HealthSettings, RequestSettings
@@ -45,7 +43,7 @@ def embed(settings: RequestSettings, texts: Sequence[str], *, pooling: str, norm
             except ValueError as error:
                 raise usage("bad request", str(error), "give texts of UTF-8") from None
             for text, embedding in zip(batch, response.embeddings, strict=True):
-                figures = MessageToDict(embedding, preserving_proto_field_name=True)
+                figures = json_fields(embedding)
                 _write({"text": text} | figures)
     return 0
 
@@ -84,7 +82,7 @@ def show_models(settings: CallSettings, *, as_json: bool) -> int:
         models = client.models()
     if as_json:
         for model in models:
-            print(json.dumps(_fields(model)))  # noqa: T201
+            print(json.dumps(numeric_fields(model)))  # noqa: T201
         return 0
     table = Table()
     for title in ("model", "dtype", "cache", "max tokens", "workers", "KV tokens", "fingerprint"):
@@ -101,19 +99,6 @@ def show_models(settings: CallSettings, *, as_json: bool) -> int:
         )
     Console().print(table)
     return 0
-
-
-def _fields(message: Message) -> dict[str, Any]:
-    """All fields, including empty ones; 64-bit integers as numbers, which protobuf's own JSON writes as text."""
-    fields: dict[str, Any] = MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    for field in message.DESCRIPTOR.fields:
-        if field.cpp_type in (field.CPPTYPE_UINT64, field.CPPTYPE_INT64) and not field.is_repeated:
-            fields[field.name] = getattr(message, field.name)
-        elif field.message_type is not None and not field.is_repeated and message.HasField(field.name):
-            fields[field.name] = _fields(getattr(message, field.name))
-    return fields
 
 
 def gateway_health(settings: HealthSettings, *, service: str) -> int:

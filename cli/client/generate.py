@@ -2,15 +2,14 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from rich.console import Console
 
 from octavo import TextStream
 from octavo.cli.client.connect import connect
 from octavo.cli.client.generate_options import parse_ids, request_fields
+from octavo.cli.client.json_fields import json_fields
 from octavo.cli.client.receipt import receipt_table
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
@@ -69,9 +68,9 @@ def _print_json(stream: TextStream) -> None:
         pass
     content = _output_content(stream.outputs[0])
     if stream.started is not None:
-        content |= MessageToDict(stream.started, preserving_proto_field_name=True)
+        content |= json_fields(stream.started)
     if stream.prompt_logprobs:
-        content["prompt_logprobs"] = _dicts(stream.prompt_logprobs)
+        content["prompt_logprobs"] = [json_fields(each) for each in stream.prompt_logprobs]
     if len(stream.outputs) > 1:
         content["further_outputs"] = [_output_content(output) for output in stream.outputs[1:]]
     _write(json.dumps(content, ensure_ascii=False) + "\n")
@@ -80,14 +79,10 @@ def _print_json(stream: TextStream) -> None:
 def _output_content(output: OutputSoFar) -> dict[str, object]:
     content: dict[str, object] = {"text": output.text, "token_ids": output.token_ids}
     if output.logprobs:
-        content["logprobs"] = _dicts(output.logprobs)
+        content["logprobs"] = [json_fields(each) for each in output.logprobs]
     if output.finished is not None:
-        content["finished"] = MessageToDict(output.finished, preserving_proto_field_name=True)
+        content["finished"] = json_fields(output.finished)
     return content
-
-
-def _dicts(messages: Iterable[Message]) -> list[dict[str, object]]:
-    return [MessageToDict(message, preserving_proto_field_name=True) for message in messages]
 
 
 def read_prompt(words: Sequence[str]) -> str:

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console, Group
 from rich.live import Live
 
 from octavo import Client
 from octavo.cli.client.connect import connect
+from octavo.cli.client.json_fields import numeric_fields
 from octavo.cli.errors import CliError
 from octavo.cli.progress import can_redraw
 from octavo.cli.settings.addresses import join_address
@@ -42,7 +42,7 @@ def top(settings: CallSettings, *, interval_s: float, once: bool, as_json: bool)
     with connect(settings) as client:
         first = _first(client)
         if as_json:
-            print(json.dumps(MessageToDict(first, preserving_proto_field_name=True)))  # noqa: T201
+            print(json.dumps(numeric_fields(first)))  # noqa: T201
         elif once or not (sys.stdout.isatty() and sys.stdin.isatty() and can_redraw(Console())):
             print(plain(first, view))  # noqa: T201
         else:

@@ -31,6 +31,7 @@ from octavo.cli.settings.groups import (
 )
 from octavo.cli.settings.setting import Settings, flag_of, help_of, variable_of
 from octavo.v1 import model_pb2
+from tests.support.gateway.scripted_server import Script, running
 
 SETTINGS: dict[str, type[Settings]] = {
     "serve": ServeSettings, "tour": ServeSettings, "doctor": ServeSettings, "gateway": GatewaySettings,
@@ -354,6 +355,15 @@ def test_models_can_be_had_as_json(capsys: pytest.CaptureFixture[str], monkeypat
     assert (first["name"], first["max_model_len"], first["kv_capacity_tokens"]) == ("m", 5, 1 << 40)
     assert first["limits"]["max_message_bytes"] == 1 << 41
     assert (second["name"], second["num_workers"], second["eos_token_ids"]) == ("n", 0, [])
+
+
+def test_an_answer_as_json_has_every_field_those_that_are_zero_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(Script(texts=())) as target:
+        assert main(["generate", "--json", "--port", target.rpartition(":")[2], "x"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["text"], told["token_ids"], told["prompt_token_ids"]) == ("", [], [])
+    assert told["finished"]["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
+    assert (told["finished"]["output_index"], told["finished"]["usage"]["cached_tokens"]) == (0, 0)
 
 
 def test_debug_shows_the_traceback_and_may_stand_anywhere(

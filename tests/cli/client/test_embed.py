@@ -18,6 +18,7 @@ def test_each_text_becomes_a_line(capsys: pytest.CaptureFixture[str], monkeypatc
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["text"] for line in lines] == ["a", "b", "ü"]
     assert [line["values"] for line in lines] == [[0, 0.5], [1, 0.5], [0, 0.5]]
+    assert [line["usage"]["cached_tokens"] for line in lines] == [0, 0, 0]
     assert [len(request.inputs) for request in script.embed_requests] == [2, 1]
     assert all(request.HasField("normalize") and not request.normalize for request in script.embed_requests)
 
@@ -33,6 +34,11 @@ def test_nothing_to_embed_is_a_mistake(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["embed"]) == 2
     assert "no texts" in capsys.readouterr().err
+
+
+def test_a_wrong_pooling_is_told_without_words_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", "--port", "1", "--pooling", "max", "a"]) == 2
+    assert "Invalid value for '--pooling': 'max' is not one of 'last_token', 'mean'." in capsys.readouterr().err
 
 
 def test_a_text_that_is_not_utf8_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,8 @@ def test_a_pipe_gets_one_plain_snapshot(service: Service) -> None:
     assert sum(line.startswith("story-") for line in done.stdout.splitlines()) == 3
     found = json.loads(top(f"--port={service.port}", "--json").stdout)
     assert {worker["worker_id"] for worker in found["workers"]} == {"worker-0", "worker-1"}
+    assert {"num_in_flight", "num_paused"} <= found["total"].keys()  # zero or not
+    assert all(type(worker["num_steps"]) is int for worker in found["workers"])
 
 
 def test_nobody_there_and_a_service_without_the_call_are_told() -> None:

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
 @dataclass
@@ -73,7 +73,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     def Embed(self, request: inference_pb2.EmbedRequest, context: grpc.ServicerContext) -> inference_pb2.EmbedResponse:
         self._script.embed_requests.append(request)
         self._fail(context)
-        vectors = [inference_pb2.Embedding(values=[index, 0.5]) for index, _ in enumerate(request.inputs)]
+        usage = common_pb2.Usage(prompt_tokens=1)
+        vectors = [inference_pb2.Embedding(values=[index, 0.5], usage=usage) for index, _ in enumerate(request.inputs)]
         return inference_pb2.EmbedResponse(request_id="r", model="m", embeddings=vectors)
 
     def Cancel(
