@@ -189,6 +189,20 @@ def test_a_target_that_is_none_is_refused(target: str, error: type[Exception]) -
         Client(target)
 
 
+@pytest.mark.parametrize("target", ["127.0.0.1:99999", "dns:///localhost:65536", "127.0.0.1:1,127.0.0.2:99999"])
+def test_a_port_that_there_is_not_is_refused(target: str) -> None:
+    """gRPC took its last 16 bits, and asked whoever listens there."""
+    with pytest.raises(ValueError, match=r": a port is at most 65535, not \d{5}$"):
+        Client(target)
+    Client("unix:/tmp/socket:99999").close()
+
+
+def test_a_list_of_servers_names_the_one_that_is_no_address() -> None:
+    for wrong in ("gateway", "gateway:1", ""):
+        with pytest.raises(ValueError, match=f"addresses with ports alone, not '{wrong}'$"):
+            Client(f"127.0.0.1:1,{wrong}")
+
+
 def test_nobody_there_is_told_as_such() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(Unavailable) as caught:
         client.models(timeout_s=30.0)

@@ -29,6 +29,15 @@ def test_each_constraint_lands_in_its_field(given: dict[str, object], expected: 
     assert generate_request(text="x", **given) == pb.GenerateRequest(text="x", constraint=expected)
 
 
+def test_a_schema_has_no_more_bytes_than_its_texts_and_what_is_no_json_is_named() -> None:
+    request = generate_request(text="x", json_schema={"const": "鱼"})
+    assert request.constraint.json_schema == '{"const": "鱼"}'
+    with pytest.raises(TypeError, match=r"^json_schema: Object of type set is not JSON serializable$"):
+        generate_request(text="x", json_schema={"enum": {"a"}})
+    with pytest.raises(ValueError, match=r"^json_schema: is not UTF-8 text"):
+        generate_request(text="x", json_schema={"const": "\ud800"})
+
+
 def test_a_schemas_formats_may_be_annotations() -> None:
     expected = pb.GenerateRequest(text="x", constraint=pb.Constraint(json_schema="{}"), format_as_annotation=True)
     assert generate_request(text="x", json_schema="{}", format_as_annotation=True) == expected

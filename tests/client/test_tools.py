@@ -60,8 +60,10 @@ def test_a_choice_is_a_word_or_the_name_of_a_tool(choice: str, expected: pb.Chat
 
 
 def test_tools_belong_to_messages() -> None:
-    with pytest.raises(TypeError, match="no field tools"):
-        generate_request(text="t", tools=[{"name": "f"}])
+    with pytest.raises(TypeError, match=r"^tools: goes with messages$"):
+        generate_request(text="t", tools=[{"name": "f"}], tool_choice="auto")
+    with pytest.raises(TypeError, match=r"^tool_choice: goes with messages$"):
+        generate_request(token_ids=[1], tool_choice="f")
 
 
 def test_a_conversation_goes_on_after_calls() -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from octavo.client.field_values import assign, extend
+from octavo.client.field_values import assign, extend, naming
 from octavo.v1 import inference_pb2
 
 JsonSchema = str | Mapping[str, Any] | type
@@ -31,12 +31,12 @@ def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping
 
 
 def schema_text(schema: JsonSchema) -> str:
-    """The schema as JSON. Raises TypeError for other types."""
+    """The schema as JSON, in as few bytes as the server counts for it. Raises TypeError for other types, and TypeError
+    or ValueError where something in it is no JSON."""
     if isinstance(schema, str):
         return schema
-    if isinstance(schema, Mapping):
-        return json.dumps(schema)
     make = getattr(schema, "model_json_schema", None)  # a pydantic model's; pydantic need not be installed
-    if make is None:
+    if make is None and not isinstance(schema, Mapping):
         raise TypeError(f"json_schema is text, a dictionary or a pydantic model class, not {schema!r}")
-    return json.dumps(make())
+    with naming("json_schema"):
+        return json.dumps(schema if make is None else make(), ensure_ascii=False)

@@ -46,6 +46,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
 )
 
 
+MAX_PORT = 65_535
+_WITHOUT_PORTS = ("unix:", "unix-abstract:", "vsock:")
 NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
@@ -66,27 +68,36 @@ def _is_of_this_host(target: str) -> bool:
 
 def dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, list[tuple[str, str | int]]]:
     """The target in gRPC's form, and the channel options. Comma-separated addresses are gateways of one service: calls
-    go in turn to those that answer. Raises TypeError if the target is not a string, ValueError if it is empty or a list
-    with host names, of which gRPC would look up only one, or with both IPv4 and IPv6."""
+    go in turn to those that answer. Raises TypeError if the target is not a string, ValueError if it is empty, has a
+    port that there is not (gRPC would take another one), or is a list with host names, of which gRPC would look up only
+    one, or with both IPv4 and IPv6."""
     if not isinstance(target, str):
         raise TypeError(f"target: is text, as 127.0.0.1:50051, not {target!r}")
     if not target:
         raise ValueError("target: is empty; give HOST:PORT")
+    for _, colon, port in (each.strip().rpartition(":") for each in target.split(",")):
+        if colon and port.isdecimal() and int(port) > MAX_PORT and not target.startswith(_WITHOUT_PORTS):
+            raise ValueError(f"{target!r}: a port is at most {MAX_PORT}, not {port}")
     if all(map(_is_of_this_host, target.split(","))):
         extra = [NO_PROXY, *extra]
     if "," not in target:
         return target, channel_options(extra)
     if not target.startswith(("ipv4:", "ipv6:")):
         parts = [each.strip() for each in target.split(",")]
-        hosts = [part.rpartition(":")[0].removeprefix("[").removesuffix("]") for part in parts]
-        try:
-            versions = {ipaddress.ip_address(host).version for host in hosts}
-        except ValueError as error:
-            raise ValueError(f"{target!r}: a list of servers has addresses with ports alone, but {error}") from None
+        versions = {_version_of(part, target) for part in parts}
         if len(versions) > 1:
             raise ValueError(f"{target!r}: a list of servers has addresses of IPv4 alone, or of IPv6")
         target = f"ipv{versions.pop()}:{','.join(parts)}"
     return target, channel_options([("grpc.service_config", _IN_TURNS), *extra])
+
+
+def _version_of(address: str, target: str) -> int:
+    """4 or 6. Raises ValueError if it is no IP address with a port."""
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        raise ValueError(f"{target!r}: a list of servers has addresses with ports alone, not {address!r}") from None
 
 
 def open_channel(

@@ -104,6 +104,8 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
     _set_sampling(request.sampling, given)
     _set_stop(request.stop, given)
     _set_output(request.output, given)
+    if chats := [name for name in ("tools", "tool_choice") if name in given]:
+        raise TypeError(f"{chats[0]}: goes with messages")
     if given:
         raise TypeError(f"a request has no field {', '.join(sorted(given))}")
     return request
