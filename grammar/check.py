@@ -1,9 +1,13 @@
 """Checks that a grammar can be served, before it goes to a worker."""
 
+import json
+
 import msgspec
 from llguidance import LLMatcher
 
 from octavo.grammar.errors import GrammarRefused, Refusal, one_line
+from octavo.grammar.json_fault import placed
+from octavo.grammar.json_schema import read_json
 from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.source import to_llguidance
 from octavo.grammar.tool_calls import parameters_of
@@ -34,13 +38,27 @@ _UNSUPPORTED_WORDS = (
 
 def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
     """Raises GrammarRefused. Takes milliseconds, seconds at most, and releases the GIL meanwhile."""
+    refusal = _refusal_of(grammar, limits)
+    if refusal is None:
+        return
+    if grammar.kind is GrammarKind.TOOL_CALLS:
+        _check_each_tool(grammar, limits)
+    if grammar.kind is GrammarKind.JSON_SCHEMA and refusal.refusal in (Refusal.SYNTAX, Refusal.UNSUPPORTED):
+        refusal = placed(refusal, read_json(grammar.source, limits), lambda pattern: _of_pattern(pattern, limits))
+    raise refusal
+
+
+def _refusal_of(grammar: Grammar, limits: GrammarLimits) -> GrammarRefused | None:
+    """The library's, if it refuses the grammar. Raises GrammarRefused for what is refused before it is asked."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
         to_llguidance(grammar, limits), limits=limits.for_parser()
     )
-    if is_error:
-        if grammar.kind is GrammarKind.TOOL_CALLS:
-            _check_each_tool(grammar, limits)
-        raise refused(messages[0])
+    return refused(messages[0]) if is_error else None
+
+
+def _of_pattern(pattern: str, limits: GrammarLimits) -> GrammarRefused | None:
+    schema = json.dumps({"type": "string", "pattern": pattern}, ensure_ascii=False)
+    return _refusal_of(Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema), limits)
 
 
 def _check_each_tool(grammar: Grammar, limits: GrammarLimits) -> None:
@@ -52,7 +70,8 @@ def _check_each_tool(grammar: Grammar, limits: GrammarLimits) -> None:
         try:
             check_grammar(msgspec.structs.replace(grammar, kind=GrammarKind.JSON_SCHEMA, source=schema), limits)
         except GrammarRefused as error:
-            raise GrammarRefused(error.refusal, error.description, path=f"tools[{index}].parameters") from None
+            place = f"tools[{index}].parameters{'.' if error.path else ''}{error.path}"
+            raise GrammarRefused(error.refusal, error.description, path=place) from None
 
 
 def refused(message: str) -> GrammarRefused:

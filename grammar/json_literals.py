@@ -96,7 +96,7 @@ def pattern(value: Any, path: str) -> Any:
     backslash at the end, which the library drops. For a set with all characters below U+0020 it writes quotation marks
     and backslashes, even if the set excludes these: so U+0000, which is never written, is taken out of sets."""
     if not isinstance(value, str):
-        return value
+        raise GrammarRefused(Refusal.SYNTAX, "must be a regular expression", path=path)
     if ends_in_escape(value):
         raise GrammarRefused(Refusal.SYNTAX, "ends with a backslash that escapes nothing", path=path)
     for part in _REGEX_PART.finditer(value):

@@ -80,8 +80,9 @@ def read_json(text: str, limits: GrammarLimits) -> Any:
         value = json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarRefused(Refusal.LIMIT, f"is nested deeper than {limits.max_depth}") from None
-    except (ValueError, ArithmeticError) as error:
-        raise GrammarRefused(Refusal.SYNTAX, f"is not valid JSON: {error}") from None
+    except (ValueError, ArithmeticError) as error:  # of a number, Python says how to allow it
+        why = error if "JSON" in f"{type(error).__name__} {error}" else "a number in it is too long or too large"
+        raise GrammarRefused(Refusal.SYNTAX, f"is not valid JSON: {why}") from None
     if has_depth(value, _MAX_NESTING):
         raise GrammarRefused(Refusal.LIMIT, f"has values nested deeper than {_MAX_NESTING}")
     if "\\u" in text:

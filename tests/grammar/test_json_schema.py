@@ -7,7 +7,7 @@ import pytest
 
 from octavo.grammar.check import check_grammar
 from octavo.grammar.errors import GrammarRefused, Refusal
-from octavo.grammar.json_schema import Place, rewrite
+from octavo.grammar.json_schema import Place, rewrite, schema_text
 from octavo.grammar.limits import GrammarLimits
 from octavo.wire.messages import Grammar, GrammarKind
 
@@ -61,7 +61,8 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
         ({"not": {"type": 5}}, (Refusal.SYNTAX, "not.type")),
         ({"oneOf": [{"type": "null"}, {"type": [["null"]]}]}, (Refusal.SYNTAX, "oneOf[1].type")),
         ({"items": {"$ref": "#", "unevaluatedProperties": False}, "enum": None}, (Refusal.SYNTAX, "enum")),
-        ({"$ref": "#/nowhere"}, (Refusal.SYNTAX, "")),
+        ({"$ref": "#/nowhere"}, (Refusal.SYNTAX, "$ref")),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/a"}], "$defs": {}}, (Refusal.SYNTAX, "anyOf[1].$ref")),
         ({"$ref": "other.json"}, (Refusal.UNSUPPORTED, "$ref")),
         ({"properties": {"a": {"format": "iri"}}}, (Refusal.UNSUPPORTED, "properties.a.format")),
         ({"minProperties": 1}, (Refusal.UNSUPPORTED, "minProperties")),
@@ -71,7 +72,14 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
         ({"maxProperties": 1, "allOf": [{"properties": {"a": {}}}]}, (Refusal.UNSUPPORTED, "")),
         ({"patternProperties": {"^a": {}, "b$": {"type": "null"}}}, (Refusal.UNSUPPORTED, "")),
         ({"properties": {"a": {"$id": "b", "$ref": "#/$defs/c"}}}, (Refusal.UNSUPPORTED, "properties.a.$id")),
-        ({"pattern": "(?=x)"}, (Refusal.UNSUPPORTED, "")),
+        ({"pattern": "(?=x)"}, (Refusal.UNSUPPORTED, "pattern")),
+        ({"pattern": 5}, (Refusal.SYNTAX, "pattern")),
+        ({"items": {"anyOf": [{"pattern": "a"}, {"pattern": "["}]}}, (Refusal.SYNTAX, "items.anyOf[1].pattern")),
+        (
+            {"properties": {"pattern": {"propertyNames": {"pattern": "("}}}},
+            (Refusal.SYNTAX, "properties.pattern.propertyNames.pattern"),
+        ),
+        ({"patternProperties": {"a": {}, "\\p{Foo}": {}}}, (Refusal.SYNTAX, "patternProperties.\\p{Foo}")),
         ({"items": {"pattern": "a\\"}}, (Refusal.SYNTAX, "items.pattern")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, (Refusal.UNSUPPORTED, "oneOf")),
         (False, (Refusal.UNSATISFIABLE, "")),
@@ -83,6 +91,12 @@ def test_names_of_properties_and_values_are_no_keywords() -> None:
 )
 def test_what_is_wrong_with_a_schema_is_told_by_kind_and_place(schema: Any, expected: tuple[Refusal, str]) -> None:
     assert refusal_of(schema) == expected
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "1e99999999999999999999", "1e-99999999999999999999"])
+def test_a_number_that_cannot_be_read_is_told_without_pythons_words(number: str) -> None:
+    with pytest.raises(GrammarRefused, match=r"^is not valid JSON: a number in it is too long or too large$"):
+        schema_text(f'{{"maximum": {number}}}', LIMITS)
 
 
 @pytest.mark.parametrize("name", ["int32", "iri", "phone", "ISO 8601"])

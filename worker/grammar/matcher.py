@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 from llguidance import LLMatcher
 
-from octavo.grammar.errors import one_line
+from octavo.grammar.check import refused
 
 
 class GrammarMatcher:
@@ -43,7 +43,8 @@ class GrammarMatcher:
     @property
     def error(self) -> str:
         """Why it is broken; empty if it is not."""
-        return one_line(self.matcher.get_error().partition("\n<")[0])
+        said = self.matcher.get_error()
+        return refused(said).description if said else ""
 
     def fill(self, bits_W: np.ndarray) -> bool:
         """Write the mask of the next token. bits_W: int32, contiguous. False if the grammar failed: no token is left,

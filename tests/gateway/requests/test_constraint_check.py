@@ -106,8 +106,8 @@ class _Nothing:
     ("parameters", "said"),
     [
         ('{"properties": {"a": {"contains": 1}}}', "properties.a.contains: is not supported"),
-        ('{"properties": {"a": {"$ref": "#/$defs/A"}}}', "Pointer '/$defs/A' does not exist"),
-        ('{"properties": {"a": {"type": "string", "pattern": "("}}}', "unclosed group"),
+        ('{"properties": {"a": {"$ref": "#/$defs/A"}}}', "properties.a.$ref: points to no schema"),
+        ('{"properties": {"a": {"type": "string", "pattern": "("}}}', "properties.a.pattern: unclosed group"),
     ],
     ids=["unsupported", "reference", "pattern"],
 )

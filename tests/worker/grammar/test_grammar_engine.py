@@ -297,6 +297,17 @@ def test_a_grammar_that_cannot_be_compiled_fails_alone(tiny: Speaker, schema: ob
     assert reason_of(outputs[1]) is WireFinishReason.LENGTH
 
 
+def test_a_grammar_that_leads_nowhere_within_its_text_fails_in_words(tiny: Speaker) -> None:
+    """The library names a state of its own there."""
+    rig = tiny.rig()
+    endless = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"],
+               "additionalProperties": False}  # fmt: skip
+    rig.ask(0, [1, 2], json_schema(as_json(endless)), max_tokens=40)
+    end = end_of(rig.run()[0])
+    rig.close()
+    assert (end.error, end.detail) == ("CONSTRAINT", "constraint: nothing can match: its rules never lead to a text")
+
+
 def test_a_panic_of_the_library_fails_its_request_alone(tiny: Speaker) -> None:
     class Panic(BaseException):
         pass
