@@ -215,6 +215,16 @@ def inputs_of(given: Prompt) -> list[str | list[int]]:
     return list(given)  # type: ignore[arg-type]
 
 
+_FORMS = {
+    "prompt": "a text, a list of ids, or a list of either",
+    "input": "a text, a list of ids, or a list of either",
+    "stop": "a text or a list of texts",
+    "tool_choice": "auto, none, required, or an object that names a function",
+    "guided_json": "an object, or the text of one",
+}
+"""What a field may be that has several forms."""
+
+
 def parse(kind: type[B], body: bytes) -> B:
     """The body of a request. Raises ApiError that names the field."""
     given = _json_object(body)
@@ -226,6 +236,9 @@ def parse(kind: type[B], body: bytes) -> B:
         name = "".join(f"[{part}]" if isinstance(part, int) else part for part in place) or str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             raise _unknown(".".join(map(str, first["loc"]))) from None
+        forms = _FORMS.get(str(first["loc"][0]))
+        if forms is not None and first["type"] != "missing":  # pydantic complains of each form by itself
+            raise _refused(str(first["loc"][0]), f"must be {forms}") from None
         raise _refused(name, first["msg"].removeprefix("Value error, ").lower()) from None
     for name, value in (parsed.model_extra or {}).items():
         if name not in _SAMPLING:
@@ -381,6 +394,6 @@ def _constraint(wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     given: Any = wanted.get("json_schema")
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise _refused("response_format", "its type is json_schema, and there is no json_schema.schema")
+        raise _refused("response_format", "its type is json_schema, and json_schema.schema is no object")
     _refuse_others("response_format.json_schema", given, ("name", "description", "schema", "strict"))
     return {"json_schema": schema}

@@ -127,9 +127,40 @@ def test_a_whole_surrogate_pair_is_text() -> None:
     ],
 )
 def test_true_is_no_number(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError, match="input should be a valid") as caught:
+    with pytest.raises(ApiError, match=r"input should be a valid|must be a text, a list of ids") as caught:
         parse(CompletionBody, json.dumps({"prompt": "x"} | body).encode())
     assert caught.value.param == param
+
+
+_PROMPT = "must be a text, a list of ids, or a list of either"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        *((CompletionBody, {"prompt": each}, f"prompt: {_PROMPT}") for each in (5, [1.5], [-1], ["a", [1]], {"a": 1})),
+        (EmbeddingBody, {"input": {"text": "a"}}, f"input: {_PROMPT}"),
+        (EmbeddingBody, {}, "input: field required"),
+        (CompletionBody, {"stop": [None]}, "stop: must be a text or a list of texts"),
+        (
+            ChatBody,
+            {"messages": [USER], "tool_choice": 5},
+            "tool_choice: must be auto, none, required, or an object that names a function",
+        ),
+    ],
+)
+def test_a_field_of_several_forms_is_told_all_of_them(
+    kind: type[ChatBody | CompletionBody | EmbeddingBody], given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(kind, json.dumps(given).encode())
+    assert caught.value.message == told
+
+
+def test_a_schema_that_is_no_object_is_told_as_such() -> None:
+    asked = FORM | {"json_schema": {"name": "x", "schema": True}}
+    with pytest.raises(ApiError, match=r"^response_format: .*json_schema\.schema is no object$"):
+        requests_of("chat", json.dumps({"messages": [USER], "response_format": asked}).encode())
 
 
 @pytest.mark.parametrize("value", [1, 0, "true", "no", 1.0])
