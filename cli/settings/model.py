@@ -78,7 +78,7 @@ class ModelSettings(Settings):
     )
     attention_backend: str = setting("auto", "Attention backend: auto, reference or sdpa", panel="Model")
     max_model_len: int | None = setting(
-        None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1, le=2**24
+        None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=2, le=2**24
     )
     num_threads: int | None = setting(
         None,

@@ -140,6 +140,14 @@ def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
                 "→ Tokens of a KV block",
             ],
         ),
+        (  # there is no room for an output behind any prompt
+            ["serve", "--max-model-len", "1"],
+            [
+                "error: bad value for --max-model-len",
+                "--max-model-len is 1: input should be greater than or equal to 2",
+                "→ Prompt and output tokens together, at most; unset: the model's own limit",
+            ],
+        ),
         (
             ["serve", "--model-port", "one:50052"],
             [
