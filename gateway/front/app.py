@@ -372,7 +372,7 @@ def _on_error(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, OctavoError):
         # OpenAI's clients retry after 409, 429 and 5xx unless x-should-retry says otherwise.
-        is_for_later = error.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        is_for_later = told.status in (429, 503) and error.code is not grpc.StatusCode.ABORTED
         wait_s = math.ceil(error.retry_after_s or RETRY_AFTER_S)
         headers |= {"retry-after": str(wait_s)} if is_for_later else {"x-should-retry": "false"}
         headers |= {"x-request-id": error.request_id} if error.request_id else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from octavo.client.errors import OctavoError
+from octavo.client.errors import InvalidRequest, OctavoError
 
 
 @dataclass(eq=False)
@@ -98,6 +98,8 @@ def api_error(error: OctavoError, given: Collection[str] = (), number: int | Non
     """The ApiError for a failed call. given: names of the fields that the caller set. number: index of the call's
     prompt, if there are several."""
     status, kind = _BY_STATUS.get(error.code, (500, "server_error"))
+    if isinstance(error, InvalidRequest) and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # for gRPC's messages
+        return ApiError(413, "the request has too many bytes")
     params = [_placed(param_of(each.field, given), number) for each in error.violations]
     said = (f"{param}: {each.description}" for param, each in zip(params, error.violations, strict=True))
     message = "; ".join(dict.fromkeys(said))  # two of our fields may be one of the caller's

@@ -106,6 +106,16 @@ def test_a_server_that_stays_full_is_given_up(client: Client, script: Script, ov
     assert (len(script.requests), caught.value.retry_after_s) == (4, 0.02)
 
 
+def test_a_message_that_is_too_large_is_no_reason_to_try_again(client: Client, script: Script) -> None:
+    with pytest.raises(InvalidRequest, match=r"CLIENT: Sent message larger than max"):
+        client.complete(text="x" * 2**24)
+    script.failures += [(grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (9 vs. 8)", ())]
+    script.failures += script.failures * 3
+    with pytest.raises(InvalidRequest) as caught:
+        client.complete(text="hi")
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_a_stream_that_has_begun_is_never_replayed(client: Client, script: Script, loss: tuple) -> None:
     script.failures.append(loss)
     script.fails_after_text = True
@@ -181,6 +191,14 @@ def test_what_a_small_call_cannot_send_is_named(client: Client) -> None:
         client.detokenize([-1])
     with pytest.raises(TypeError, match=r"^request_id: "):
         client.cancel(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^model: is not UTF-8 text, from its character 1 on$"):
+        client.tokenize("x", model="\ud800")
+    with pytest.raises(TypeError, match=r"^model: "):
+        client.detokenize([1], model=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^max_requests: Value out of range: -1$"):
+        next(client.watch_load(max_requests=-1))
+    with pytest.raises(TypeError, match=r"^interval_s: "):
+        next(client.watch_load(interval_s="1"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("target", "error"), [("", ValueError), (["127.0.0.1:1"], TypeError), (None, TypeError)])

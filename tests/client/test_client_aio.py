@@ -102,6 +102,14 @@ async def test_a_request_is_cancelled_by_its_id(target: str) -> None:
         assert [(await client.cancel(each)).found for each in ("r", "other")] == [True, False]
 
 
+async def test_what_a_small_call_cannot_send_is_named(target: str) -> None:
+    async with AsyncClient(target) as client:
+        with pytest.raises(ValueError, match=r"^model: is not UTF-8 text"):
+            await client.tokenize("x", model="\ud800")
+        with pytest.raises(ValueError, match=r"^max_block_cells: Value out of range: -1$"):
+            await anext(client.watch_load(max_block_cells=-1))
+
+
 async def test_nobody_there_is_told_as_such() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(Unavailable):

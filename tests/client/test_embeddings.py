@@ -11,6 +11,11 @@ from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.scripted_server import Script
 
 
+def test_bytes_are_no_ids() -> None:
+    with pytest.raises(TypeError, match=r"^inputs: a text is str, not b'fox'$"):
+        embed_request([b"fox"])
+
+
 def test_inputs_are_texts_ids_and_conversations() -> None:
     ready = pb.EmbedInput(text="d")
     request = embed_request(

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client.events import StreamCall, TextSoFar
-from octavo.client.field_values import naming
+from octavo.client.field_values import made
 from octavo.client.lifetime import Lifetime
 from octavo.client.options import call_metadata, call_timeout, open_channel
 from octavo.client.requests import GenerateFields, request_of
@@ -123,8 +123,7 @@ class Client:
         `found` of the result says whether it was in flight. If `num_unreachable_gateways` is not 0, the request may
         still be running on one of those: cancel again.
         """
-        with naming("request_id"):
-            request = inference_pb2.CancelRequest(request_id=request_id)
+        request = made(inference_pb2.CancelRequest(), request_id=request_id)
         answer: inference_pb2.CancelResponse = self._call(self._inference.Cancel, request, timeout_s)
         return answer
 
@@ -147,8 +146,11 @@ class Client:
         max_block_cells: size limit of each worker's block map, in cells; 0: no map. If the service uses API keys, this
         call needs one with the scope `admin`. Raises OctavoError; Unavailable if the service drains.
         """
-        request = load_pb2.WatchLoadRequest(
-            interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
+        request = made(
+            load_pb2.WatchLoadRequest(),
+            interval_s=interval_s,
+            max_requests=max_requests,
+            max_block_cells=max_block_cells,
         )
         call = self._call(self._load.WatchLoad, request, timeout_s)
         try:
@@ -159,14 +161,12 @@ class Client:
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The token ids of a text."""
-        with naming("text"):
-            request = inference_pb2.TokenizeRequest(model=model, text=text)
+        request = made(inference_pb2.TokenizeRequest(), model=model, text=text)
         return list(self._call(self._inference.Tokenize, request, timeout_s).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of token ids."""
-        with naming("token_ids"):
-            request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        request = made(inference_pb2.DetokenizeRequest(), model=model, token_ids=token_ids)
         answer: inference_pb2.DetokenizeResponse = self._call(self._inference.Detokenize, request, timeout_s)
         return answer.text
 

@@ -56,6 +56,8 @@ def _embed_input(value: EmbedInput) -> inference_pb2.EmbedInput:
         return value
     if isinstance(value, str):
         return inference_pb2.EmbedInput(text=value)
+    if isinstance(value, bytes | bytearray):  # a sequence of integers, but nobody means these
+        raise TypeError(f"a text is str, not {value!r}")
     items = list(value)
     if all(isinstance(item, SupportsIndex) for item in items):  # numpy's integers, too
         return inference_pb2.EmbedInput(token_ids=common_pb2.TokenIds(ids=items))  # type: ignore[arg-type]

@@ -127,15 +127,21 @@ _CLASSES: dict[grpc.StatusCode, type[OctavoError]] = {
 }
 
 
+_TOO_LARGE = "message larger than max"
+"""What gRPC itself says of a message with more bytes than one side takes, with RESOURCE_EXHAUSTED."""
+
+
 def error_from(call: FailedCall) -> OctavoError:
     """The error to raise for a failed call."""
     code = call.code()
     trailers = dict(call.trailing_metadata() or ())
     delivered, wait_ms = (_text(trailers.get(name)) for name in (TOKENS_DELIVERED_TRAILER, RETRY_AFTER_TRAILER))
-    return _CLASSES.get(code, ServerFault)(
-        call.details() or code.name,
+    message, reason = call.details() or code.name, _text(trailers.get(REASON_TRAILER))
+    is_too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and _TOO_LARGE in message
+    return (InvalidRequest if is_too_large else _CLASSES.get(code, ServerFault))(
+        message,
         code=code,
-        reason=_text(trailers.get(REASON_TRAILER)),
+        reason=reason,
         request_id=_text(trailers.get(REQUEST_ID_TRAILER)),
         tokens_delivered=int(delivered) if delivered.isdecimal() else 0,
         violations=_violations(trailers.get(STATUS_DETAILS_TRAILER)),

@@ -2,9 +2,21 @@
 
 from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
+
+M = TypeVar("M", bound=Message)
+
+
+def made(message: M, **fields: object) -> M:
+    """The message with these fields; those that are None stay unset. Raises as `assign`."""
+    for name, value in fields.items():
+        if value is not None and message.DESCRIPTOR.fields_by_name[name].is_repeated:
+            extend(getattr(message, name), name, value)
+        elif value is not None:
+            assign(message, name, value)
+    return message
 
 
 def assign(message: Message, name: str, value: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from octavo.client.errors import InvalidRequest as InvalidRequestOfClient
 from octavo.client.errors import OctavoError
 from octavo.client.requests import generate_request
 from octavo.gateway.errors import InvalidRequest
@@ -285,6 +286,12 @@ def test_outputs_that_no_service_makes_are_no_reason_to_take_memory() -> None:
 )
 def test_fields_have_the_names_that_the_caller_used(field: str, given: set[str], param: str) -> None:
     assert param_of(field, given) == param
+
+
+def test_a_message_that_is_too_large_for_grpc_is_not_to_be_tried_again() -> None:
+    said = "SERVER: Received message larger than max (5 vs. 4)"
+    told = api_error(InvalidRequestOfClient(said, code=grpc.StatusCode.RESOURCE_EXHAUSTED))
+    assert (told.status, told.message) == (413, "the request has too many bytes")
 
 
 @pytest.mark.parametrize(
