@@ -242,16 +242,17 @@ def _envelope(prefix: str, model: str) -> Envelope:
 
 
 def _metadata(request: Request) -> Metadata:
-    """The caller's key and trace context as gRPC metadata; None if there are neither. Raises ApiError (401) for a key
-    that cannot be sent."""
+    """The caller's key, by either of the headers that gateways know, and trace context as gRPC metadata; None if there
+    are neither. Raises ApiError (401) for a key that cannot be sent."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
     if len(key) > MAX_KEY_LEN:
         why = f"an API key has at most {MAX_KEY_LEN:,} characters"
         raise ApiError(401, why, type="authentication_error", code="invalid_api_key")
     given = ((name, request.headers.get(name, "")) for name in ("traceparent", "tracestate"))
     spans = tuple((name, value) for name, value in given if 0 < len(value) <= MAX_SPAN_LEN and _is_plain(value))
     try:
-        return ((call_metadata(key.strip()) if kind.lower() == "bearer" else None) or ()) + spans or None
+        return (call_metadata(key) or ()) + spans or None
     except ValueError as error:
         raise ApiError(401, str(error), type="authentication_error", code="invalid_api_key") from None
 
@@ -369,7 +370,7 @@ def _told(request: Request, error: OctavoError) -> ApiError:
 def _on_error(request: Request, error: Exception) -> Response:
     told = _told(request, error) if isinstance(error, OctavoError) else error
     assert isinstance(told, ApiError)
-    headers: dict[str, str] = {}
+    headers: dict[str, str] = {"www-authenticate": "Bearer"} if told.status == 401 else {}
     if isinstance(error, OctavoError):
         # OpenAI's clients retry after 409, 429 and 5xx unless x-should-retry says otherwise.
         is_for_later = told.status in (429, 503) and error.code is not grpc.StatusCode.ABORTED

@@ -210,10 +210,12 @@ async def test_a_stop_string_in_no_list_is_named_without_a_place(
     [
         ({"authorization": f"Bearer {'k' * 600}"}, 200),
         ({"authorization": f"Bearer {'k' * 20_000}"}, 401),
+        ({"x-api-key": "k" * 600}, 200),
+        ({"authorization": "Basic eDp5", "x-api-key": "k" * 20_000}, 401),
         ({"traceparent": f"00-{'a' * 20_000}"}, 200),
         ({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=" + "y" * 20_000}, 200),
     ],
-    ids=["long key", "too long key", "traceparent", "tracestate"],
+    ids=["long key", "too long key", "long x-api-key", "too long x-api-key", "traceparent", "tracestate"],
 )
 async def test_headers_that_a_gateway_has_no_room_for_are_told_or_left_out(
     front: Callable[..., Any], headers: dict[str, str], status: int
@@ -224,6 +226,7 @@ async def test_headers_that_a_gateway_has_no_room_for_are_told_or_left_out(
     assert answer.status == status
     if status == 401:
         assert answer.json["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
 
 
 async def test_while_a_gateway_is_gone_the_others_answer(serve: Any, tmp_path: Path) -> None:

@@ -33,11 +33,17 @@ def fronted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service,
 
 
 def ask(
-    port: int, path: str, body: object = None, *, key: str = "", context: ssl.SSLContext | None = None
+    port: int,
+    path: str,
+    body: object = None,
+    *,
+    key: str = "",
+    scheme: tuple[str, str] = ("authorization", "Bearer "),
+    context: ssl.SSLContext | None = None,
 ) -> tuple[int, Any, http.client.HTTPMessage]:
     """Status, JSON and headers of an answer."""
     connection = _connection(port, context)
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    headers = {"content-type": "application/json"} | ({scheme[0]: scheme[1] + key} if key else {})
     data = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
     connection.request("GET" if data is None else "POST", path, data, headers)
     answer = connection.getresponse()
@@ -311,8 +317,9 @@ def test_keys_are_passed_on_and_tls_is_spoken(tmp_path: Path) -> None:
         for given, status, code in wanted:
             found, answer, _ = ask(port, "/v1/chat/completions", body, key=given, context=context)
             assert (found, answer["error"]["code"]) == (status, code)
-        found, answer, _ = ask(port, "/v1/chat/completions", body, key=key, context=context)
-        assert (found, answer["usage"]["completion_tokens"]) == (200, 3)
+        for scheme in (("authorization", "Bearer "), ("x-api-key", "")):  # a refusal names both
+            found, answer, _ = ask(port, "/v1/chat/completions", body, key=key, scheme=scheme, context=context)
+            assert (found, answer["usage"]["completion_tokens"]) == (200, 3)
         with pytest.raises((http.client.HTTPException, OSError)):
             ask(port, "/v1/models", key=key)  # in the clear
 
