@@ -106,6 +106,8 @@ def api_error(error: OctavoError, given: Collection[str] = (), number: int | Non
     if not params and (named := _NAMED.match(error.message)) is not None:
         params = [word_of(named[1], given) + (named[2] or "")]
         message = f"{params[0]}: {error.message[named.end() :]}"
+    if not params and error.reason == "MODEL_NOT_FOUND":
+        params, message = ["model"], f"model: {error.message}"
     if not params and error.reason == "EXCEEDS_CAPACITY":
         is_of_outputs = "n" in given and _OUTPUTS.match(error.message)
         params = ["n" if is_of_outputs else _placed(word_of("input", given), number)]

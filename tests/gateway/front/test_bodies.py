@@ -308,6 +308,7 @@ def test_a_message_that_is_too_large_for_grpc_is_not_to_be_tried_again() -> None
             "guided_regex",
             "guided_regex: nothing can match",
         ),
+        ("no such model", "MODEL_NOT_FOUND", {"model"}, "model", "model: no such model"),
         ("later", "QUEUE_FULL", {"prompt"}, None, "later"),
     ],
 )
