@@ -134,8 +134,13 @@ def sizing(
         typer.Option(help="GiB of one device; repeat; unset: 16, 24, 48, 80, 141.", min=0.1, max=1e6),
     ] = None,
     context: Annotated[
-        int, typer.Option(help="Tokens of a stream, prompt and output together.", min=1, max=2**24)
-    ] = 4096,
+        int | None,
+        typer.Option(
+            help="Tokens of a stream, prompt and output together; unset: 4096, or what the shortest model takes.",
+            min=1,
+            max=2**24,
+        ),
+    ] = None,
     quantization: Annotated[str, typer.Option(help="none, int8, fp8 or int8-weights, as of serve.")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto or fp8, as of serve.")] = "auto",
     memory_fraction: Annotated[float, typer.Option(help="As of serve.", min=0.05, max=1.0)] = 0.9,
@@ -143,7 +148,7 @@ def sizing(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """How many streams of a context fit beside a model into a device's memory; downloads nothing, asks no device."""
-    from octavo.cli.tools.sizing import Asked
+    from octavo.cli.tools.sizing import Asked, shortest_context
     from octavo.cli.tools.sizing import sizing as run
 
     if markdown and json:
@@ -156,7 +161,7 @@ def sizing(
             raise usage(f"bad value for --{name}", f"--{name} is {value!r}", f"give one of {', '.join(words)}")
     asked = Asked(
         memory_gib=tuple(dict.fromkeys(memory)) if memory else Asked().memory_gib,
-        context=context,
+        context=shortest_context(models or ()) if context is None else context,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         memory_fraction=memory_fraction,

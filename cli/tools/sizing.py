@@ -52,12 +52,16 @@ PUBLISHED: dict[str, dict[str, object]] = {
 }
 
 
+CONTEXT = 4096
+"""Tokens of a stream where nobody says how many, or as many as the shortest model takes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What should fit. memory_gib: of one device; one column each. context: tokens of a stream, prompt and output."""
 
     memory_gib: tuple[float, ...] = (16, 24, 48, 80, 141)
-    context: int = 4096
+    context: int = CONTEXT
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     memory_fraction: float = 0.9
@@ -141,6 +145,11 @@ def _config_of(model: str) -> "tuple[str, ModelConfig]":
             return model, load_config(Path(cached).parent)
     advice = did_you_mean(model, PUBLISHED, otherwise="give a folder, or fetch it first with `octavo pull`")
     raise usage("the shape of this model is not known", f"{model} is not on this machine", advice)
+
+
+def shortest_context(models: Sequence[str]) -> int:
+    """CONTEXT, or what the shortest of the models takes. Raises as `size`."""
+    return min([CONTEXT, *(_config_of(model)[1].context_len for model in models)])
 
 
 def sizing(models: Sequence[str], asked: Asked, *, form: str) -> int:

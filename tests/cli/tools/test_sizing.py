@@ -90,6 +90,13 @@ def test_a_checkpoint_on_this_machine_is_sized_too() -> None:
     assert found["streams"]["1"] > 100
 
 
+def test_a_context_that_nobody_gave_is_no_longer_than_the_models() -> None:
+    unset, given = (printed("sizing", "folio-chat", "Qwen3-8B", *more) for more in ((), ("--context", "2048")))
+    assert unset == given
+    assert unset.startswith("streams of 2,048 tokens at once")
+    assert printed("sizing", "Qwen3-8B").startswith("streams of 4,096 tokens at once")
+
+
 def test_a_folder_is_read_although_its_name_is_that_of_a_published_model(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "Qwen2.5-7B-Instruct")
     assert size(str(folder), Asked(context=64)).weights_bytes == weights_bytes(load_model(folder))
