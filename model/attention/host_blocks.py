@@ -11,7 +11,6 @@ Legend: N blocks of a copy · W bytes of a row · L layers · P blocks of the po
 """
 
 import ctypes
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from octavo.model.attention.kv_pool import KvPool
+from octavo.model.attention.kv_pool import KvPool, untouched_zeros
 
 PART_BYTES = 1 << 30
 """Of one allocation: pinning goes on in parts that can be told of, and torch rounds pinned memory to powers of two."""
@@ -127,13 +126,10 @@ def touched(num_bytes: int) -> torch.Tensor:
     CPUs: left to the driver, pinning takes half a second for a GiB, mostly for missing pages. Raises
     HostMemoryRefused."""
     try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A fork's copy would leave the device with pages of the child's.
+        memory = untouched_zeros(num_bytes, "MADV_HUGEPAGE", "MADV_DONTFORK")
     except (OSError, ValueError, OverflowError) as error:
         raise HostMemoryRefused(str(error)) from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork's copy would leave the device with pages of the child's
-        with suppress(OSError, AttributeError):  # a system without it
-            pages.madvise(getattr(mmap, advice))
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
     starts = range(0, num_bytes, SLICE_BYTES)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(MOST_THREADS, cpus, len(starts)), "touch") as pool:

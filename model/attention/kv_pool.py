@@ -4,6 +4,9 @@ Legend: T tokens in this step · L layers · P blocks · K kv heads · B block s
 Must not know: which request owns a block, or which blocks are free.
 """
 
+import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +25,8 @@ def kv_block_bytes(config: ModelConfig, *, block_size: int, dtype: torch.dtype) 
 class KvPool:
     """Keys and values of every layer: `k_pools[l]` and `v_pools[l]` are [P, K, B, H].
 
-    Slot s of the cache is block s // B, offset s % B. Blocks start as zeros; nothing reads what was not written.
+    Slot s of the cache is block s // B, offset s % B. Blocks start as zeros; nothing reads what was not written. On a
+    CPU the system provides their memory when they are first written, or all of it at `touch`.
     dtype: the model's, or e4m3, for models with the scales of model/quantization/cache_scales.py; readers convert.
     """
 
@@ -35,19 +39,41 @@ class KvPool:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (config.num_hidden_layers, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
-        self.k_pool_LPKBH = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_pool_LPKBH = torch.zeros(shape, dtype=dtype, device=device)
+        self.k_pool_LPKBH = _zeros(shape, dtype, torch.device(device))
+        self.v_pool_LPKBH = _zeros(shape, dtype, torch.device(device))
         self.k_pools = tuple(self.k_pool_LPKBH.unbind(0))
         self.v_pools = tuple(self.v_pool_LPKBH.unbind(0))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_bytes = num_blocks * kv_block_bytes(config, block_size=block_size, dtype=dtype)
 
+    def touch(self) -> None:
+        """Take all of the memory now. Only for an empty pool: it is overwritten with zeros."""
+        for pool_LPKBH in (self.k_pool_LPKBH, self.v_pool_LPKBH):
+            pool_LPKBH.zero_()
+
     def copy_blocks(self, source_C: torch.Tensor, destination_C: torch.Tensor) -> None:
         """Copy whole blocks on every layer (int64 ids). All sources are read before any destination is written."""
         for pool_LPKBH in (self.k_pool_LPKBH, self.v_pool_LPKBH):
             plain = indexable(pool_LPKBH)
             plain[:, destination_C] = plain[:, source_C]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return untouched_zeros(math.prod(shape) * dtype.itemsize, "MADV_HUGEPAGE").view(dtype).view(shape)
+
+
+def untouched_zeros(num_bytes: int, *advice: str) -> torch.Tensor:
+    """Zeros, uint8 [num_bytes] on the CPU, in pages that the system provides when they are first written. advice: names
+    of `mmap`, ignored where the system has none of them. Raises OSError, ValueError and OverflowError if the system
+    does not provide so much."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for each in advice:
+        with suppress(OSError, AttributeError):
+            pages.madvise(getattr(mmap, each))
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def indexable(pool: torch.Tensor) -> torch.Tensor:

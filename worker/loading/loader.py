@@ -41,7 +41,7 @@ from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config
-from octavo.worker.loading.memory import keep_freed_memory, memory_needs, prefer_huge_pages, size_pool
+from octavo.worker.loading.memory import is_small, keep_freed_memory, memory_needs, prefer_huge_pages, size_pool
 from octavo.worker.loading.model_card import Described, describe, served_name
 from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.loading.warmup import WarmRunner, warm_up
@@ -327,7 +327,10 @@ def _make_torch_runner(
         numerics_limit=_numerics_limit(config, model),
         kv_dtype=kv_dtype,
     )
-    return TorchRunner(model, runner_config, on_numerics=_log_finding, host_blocks=host)
+    runner = TorchRunner(model, runner_config, on_numerics=_log_finding, host_blocks=host)
+    if model.device.type == "cpu" and not is_small(needs, num_blocks):
+        runner.kv.touch()
+    return runner
 
 
 def _backend(config: WorkerConfig) -> str:

@@ -24,6 +24,10 @@ RESERVE_BYTES = 256 << 20
 MOST_BLOCKS = 1 << 24
 """Limit of a pool that takes all spare memory, since each block takes some 200 bytes of host memory. A block of the
 smallest models takes 80 KB, so that this is more than a terabyte."""
+SMALL_SHARE = 1 / 8
+"""Of free memory; a pool on a CPU that takes no more gets its pages as they are written. Of the embedded model's 1.3 GB
+most services need little, and a virtual machine may take seconds to provide them. What a larger pool needs is taken at
+the start: others that look for memory later, such as the next worker, would count it as free."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT_BYTES = 128 << 20
 """Enough for tensors of a step of 2,048 tokens, or logits of 200 rows; larger ones are returned to the system."""
@@ -95,6 +99,11 @@ def size_pool(needs: MemoryNeeds, *, num_blocks: int | None = None) -> int:
         return _blocks_in_budget(needs)
     _check_asked(needs, num_blocks)
     return num_blocks
+
+
+def is_small(needs: MemoryNeeds, num_blocks: int) -> bool:
+    """Whether so many blocks are a small part of free memory."""
+    return num_blocks * needs.block_bytes <= SMALL_SHARE * needs.available_bytes
 
 
 def _blocks_in_budget(needs: MemoryNeeds) -> int:

@@ -1,5 +1,6 @@
 """The pool: writes go where the slot mapping says and nowhere else."""
 
+import psutil
 import pytest
 import torch
 
@@ -50,3 +51,17 @@ def test_layers_are_views_of_one_pool() -> None:
     kv.k_pools[1][2] = 7.0
     assert bool((kv.k_pool_LPKBH[1, 2] == 7).all())
     assert kv.k_pools[0].shape == (3, CONFIG.num_key_value_heads, 16, CONFIG.head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_memory_is_taken_when_blocks_are_written_or_by_touch(dtype: torch.dtype) -> None:
+    def resident_bytes() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    before = resident_bytes()
+    kv = KvPool(CONFIG, (96 << 20) // kv_block_bytes(CONFIG, block_size=16, dtype=dtype), 16, dtype)
+    assert resident_bytes() - before < 16 << 20
+    assert not bool(kv.k_pools[-1][-1].float().any())
+    kv.touch()
+    assert resident_bytes() - before > 80 << 20
+    assert not bool(kv.v_pools[0][0].float().any())

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, available_host_bytes, size_pool
+from octavo.model.attention.kv_pool import KvPool
+from octavo.model.parallel import ALONE
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading import memory
+from octavo.worker.loading.loader import prepare
+from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, available_host_bytes, is_small, size_pool
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 NEEDS = MemoryNeeds(
     available_bytes=8 * GIB,
@@ -47,6 +53,23 @@ def test_a_request_that_does_not_fit_is_refused_in_three_lines() -> None:
         "(0.8 of 5.00 GiB free); need 0.50 GiB more",
         "try --memory-fraction 0.90 or --max-model-len 8192",
     ]
+
+
+def test_a_small_pool_takes_an_eighth_of_what_is_free_at_most() -> None:
+    assert is_small(NEEDS, 1024)
+    assert not is_small(NEEDS, 1025)
+
+
+@pytest.mark.parametrize(("share", "touched"), [(1.0, []), (0.0, [24])])
+def test_a_pool_that_is_not_small_takes_its_memory_at_the_start(
+    share: float, touched: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(memory, "SMALL_SHARE", share)
+    monkeypatch.setattr(KvPool, "touch", lambda kv: told.append(kv.num_blocks))
+    model = str(write_tiny_checkpoint(tmp_path))
+    prepare(WorkerConfig(model=model, gateway_endpoints=(), device="cpu", num_blocks=24), lambda *_: None, ranks=ALONE)
+    assert told == touched
 
 
 @given(
