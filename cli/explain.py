@@ -5,9 +5,6 @@ import os
 import re
 import sys
 
-from rich.console import Console
-from rich.text import Text
-
 from octavo.cli.errors import CliError, nearest, usage
 
 REPORT = "run it again with --debug for the traceback"
@@ -151,6 +148,9 @@ def _disk_full(error: BaseException | None) -> OSError | None:
 
 def show_error(error: CliError) -> None:
     """Print the three lines on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
     text = Text()
     text.append("error: ", "bold red").append(error.what + "\n", "bold")
     text.append(f"  {error.numbers}\n").append(f"  → {error.change}", "green")

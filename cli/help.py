@@ -14,8 +14,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 _MIN_WIDTH, _MAX_WIDTH = 40, 120
@@ -92,6 +90,9 @@ def _commands(group: Any, ctx: Any) -> list[Panel]:
 
 
 def _page(usage: str, description: str, panels: list[Panel]) -> str:
+    from rich.console import Console  # only a page of help needs it
+    from rich.text import Text
+
     width = max(_MIN_WIDTH, min(_MAX_WIDTH, _columns()))
     text = Text()
     text.append(_wrapped(usage, width, "  ") + "\n", "bold")

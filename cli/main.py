@@ -117,14 +117,13 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
     streams, output = (sys.stdout, sys.stderr), _file_of(sys.stdout)
     try:
-        from octavo.cli.app import whole_command
         from octavo.cli.settings.setting import DEBUG_VARIABLE
         from octavo.gateway.observability import grpc_environment  # noqa: F401  (sets it: before grpc)
 
         if "--debug" in arguments:
             os.environ[DEBUG_VARIABLE] = "1"
         words = [each for each in arguments if each != "--debug"]
-        code = whole_command()(words, standalone_mode=False, prog_name="octavo")
+        code = _process(words) if _is_process(words) else _command(words)
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as ended:  # also typer's and rich's, without a word, where any pipe is broken
@@ -145,8 +144,28 @@ def _file_of(stream: TextIO) -> int | None:
     None where the stream is no file."""
     try:
         return os.dup(stream.fileno())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # None where it was closed before the start
         return None
+
+
+def _is_process(words: Sequence[str]) -> bool:
+    """Whether it is a process of a service with a file of settings and no options."""
+    return len(words) == 3 and words[:1] in SERVICES[1:] and words[1] == "--config" and os.path.isabs(words[2])
+
+
+def _process(words: Sequence[str]) -> int:
+    from pathlib import Path
+
+    from octavo.cli.serve.commands import run_process
+
+    return run_process(words[0], Path(words[2]))
+
+
+def _command(words: Sequence[str]) -> object:
+    from octavo.cli.app import service_command, whole_command
+
+    command = service_command() if words[:1] in SERVICES else whole_command()
+    return command(words, standalone_mode=False, prog_name="octavo")
 
 
 def _has_lost_its_reader(file: int) -> bool:

@@ -264,6 +264,10 @@ def test_of_the_wire_the_model_knows_only_which_files_a_checkpoint_may_have(repo
     assert {name.rpartition(".")[0] for name in names if name.startswith("wire.")} == {"wire.checkpoint_files"}
 
 
+OF_COMMANDS = {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2", "psutil", "google.protobuf"}
+"""What the command line brings into no process, before it knows the command."""
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
@@ -276,7 +280,11 @@ def test_of_the_wire_the_model_knows_only_which_files_a_checkpoint_may_have(repo
         ("octavo.v1.inference_pb2_grpc", {"torch", "zmq"}),
         ("octavo", {"torch", "zmq", "transformers", "msgspec"}),
         # Each process of a service waits for what the command line imports; a worker then for torch, before all else.
-        ("octavo.cli.app", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2", "psutil", "google.protobuf"}),
+        ("octavo.cli.app", OF_COMMANDS),
+        ("octavo.cli.bench.commands", OF_COMMANDS),
+        ("octavo.cli.client.commands", OF_COMMANDS),
+        ("octavo.cli.tools.commands", OF_COMMANDS),
+        ("octavo.cli.serve.commands", OF_COMMANDS | {"typer", "rich"}),
         ("octavo.cli.serve.preflight", {"torch", "numpy", "grpc", "structlog", "jinja2", "prometheus_client"}),
         ("octavo.cli.settings.worker_config", {"torch", "numpy", "grpc", "zmq", "structlog", "jinja2"}),
         ("octavo.cli.serve.serve", {"torch", "numpy", "jinja2", "prometheus_client", "grpc_health.v1"}),

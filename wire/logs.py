@@ -6,11 +6,26 @@ Where the lines go is the caller's choice. Prompts and outputs are never logged,
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-import structlog
+
+@contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """As if the module were not installed."""
+    found = sys.modules.get(module)
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+        if found is not None:
+            sys.modules[module] = found
+
+
+with _hidden("rich"):  # which colours the tracebacks that no log here has; importing it takes 0.1 s of CPU time
+    import structlog
 
 LOG_FORMATS = ("auto", "console", "json")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

@@ -1,20 +1,26 @@
 """The commands that run the service: serve, gateway, worker, and openai, which serve starts."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from octavo.cli.help import PlainCommand
 from octavo.cli.serve.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor, told_to_supervisor
 from octavo.cli.settings.groups import ALL_KEYS, FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
-from octavo.cli.settings.options import with_settings
-from octavo.cli.settings.resolve import Resolved
+from octavo.cli.settings.resolve import Resolved, resolve
+from octavo.cli.settings.setting import Settings
+
+if TYPE_CHECKING:
+    import typer
 
 PANEL = "Run a service"
 
 
-def register(app: typer.Typer) -> None:
+def register(app: "typer.Typer") -> None:
     """Add the commands."""
+    from octavo.cli.help import PlainCommand
+    from octavo.cli.settings.options import with_settings
+
     app.command("serve", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(serve))
     app.command("gateway", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(GatewaySettings, ALL_KEYS)(gateway))
     app.command("openai", cls=PlainCommand, hidden=True)(with_settings(FrontSettings, ALL_KEYS)(openai))
@@ -39,6 +45,7 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     die_with_supervisor()
     # Before numpy is imported, which would start a thread for each core; a gateway multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog)
     from octavo.cli.serve.launch import THREADS_OF_PROCESS
     from octavo.cli.serve.ports import require_threads
     from octavo.cli.serve.preflight import warn_of_variables
@@ -55,6 +62,7 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
 def openai(resolved: Resolved[FrontSettings]) -> int:
     """OpenAI's HTTP interface in front of gateways of this host."""
     die_with_supervisor()
+    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog)
     from octavo.gateway.config import TlsConfig
     from octavo.gateway.front.main import FrontConfig, main
 
@@ -78,6 +86,7 @@ def openai(resolved: Resolved[FrontSettings]) -> int:
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
+    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog)
     from octavo.cli.serve.launch import threads_of_worker
     from octavo.cli.serve.ports import require_address, require_free, require_threads
     from octavo.cli.serve.preflight import (
@@ -111,3 +120,17 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
     if resolved.settings.worker_metrics_port:
         require_free(resolved.settings.metrics_host, resolved.settings.worker_metrics_port, "worker_metrics_port")
     return main(worker_config(resolved.settings))
+
+
+PROCESSES: dict[str, tuple[type[Settings], Callable[[Resolved[Any]], int]]] = {
+    "gateway": (GatewaySettings, gateway),
+    "openai": (FrontSettings, openai),
+    "worker": (WorkerSettings, worker),
+}
+
+
+def run_process(name: str, config: Path) -> int:
+    """`octavo NAME --config FILE`, as a supervisor starts it: without an option there is nothing to parse, and making
+    the options of every command takes a third of a process's start."""
+    group, command = PROCESSES[name]
+    return command(resolve(group, {}, file=config, known_keys=ALL_KEYS))

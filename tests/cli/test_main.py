@@ -16,8 +16,9 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo.cli.app import whole_command
-from octavo.cli.main import GC_THRESHOLD, main
+from octavo.cli.app import service_command, whole_command
+from octavo.cli.main import GC_THRESHOLD, SERVICES, main
+from octavo.cli.serve.commands import PROCESSES
 from octavo.cli.settings.groups import (
     ALL_KEYS,
     AllSettings,
@@ -175,6 +176,52 @@ def test_a_mistake_is_told_in_three_lines(
 ) -> None:
     assert main(arguments) == 2
     assert error_lines(capsys) == lines
+
+
+def test_a_service_has_its_commands_as_help_shows_them_and_no_others() -> None:
+    def flags_of(commands: dict[str, Any]) -> dict[str, list[list[str]]]:
+        return {name: [each.opts for each in command.params] for name, command in commands.items()}
+
+    whole = flags_of(whole_command().commands)
+    assert flags_of(service_command().commands) == {name: whole[name] for (name,) in SERVICES}
+
+
+@pytest.mark.parametrize("command", [*PROCESSES])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("log_format = 'xml'", ["error: bad value for --log-format", "FILE is 'xml'"]),
+        ("port_ = 1", ["error: unknown key in the configuration file", "FILE has 'port_'"]),
+        (None, ["error: no configuration file", "FILE is not a file"]),
+    ],
+)
+def test_a_process_reads_its_file_without_making_options(
+    command: str, text: str | None, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what is wrong with it as it does where options are given."""
+    file = tmp_path / "of.toml"
+    if text is not None:
+        file.write_text(text)
+    told = []
+    for words in (["--config", str(file)], [f"--config={file}"]):
+        assert main([command, *words]) == 2
+        told.append(error_lines(capsys))
+    assert told[0] == told[1]
+    told_of_file = [line.replace(str(file), "FILE") for line in told[0]]
+    assert all(line.startswith(start) for line, start in zip(told_of_file, lines, strict=False)), told_of_file
+
+
+@pytest.mark.parametrize("command", ["gateway", "worker"])
+def test_a_process_imports_nothing_that_draws_or_parses(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "of.toml"
+    file.write_text("gateway_endpoint = ['none']\nworker_endpoint = ['none']\nrunner = 'oracle'\n")
+    program = (
+        "import sys; from octavo.cli.main import main\n"
+        f"assert main([{command!r}, '--config', {str(file)!r}]) == 2\n"
+        "print(*sorted({'octavo.wire.logs', 'structlog', 'typer', 'pygments', 'rich.traceback'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "octavo.wire.logs structlog\n"
 
 
 def options_that(are_wanted: Callable[[Any], bool]) -> list[tuple[list[str], str]]:

@@ -328,8 +328,9 @@ def test_a_setting_that_two_commands_share_is_the_same_in_both() -> None:
 
 
 STARTED = """
-import octavo.cli.app
+from octavo.cli.app import whole_command
 from octavo.cli.settings.setting import Settings
+whole_command()
 def all_of(group): return [group, *(each for kind in group.__subclasses__() for each in all_of(kind))]
 groups = all_of(Settings)
 assert len(groups) > 10

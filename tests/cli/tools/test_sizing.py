@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.cli.app import app
+from octavo.cli.app import whole_app
 from octavo.cli.errors import CliError
 from octavo.cli.tools.sizing import GIB, PUBLISHED, Asked, size
 from octavo.model import CausalLM, ModelConfig, load_model
@@ -24,7 +24,7 @@ TABLES = re.findall(r"<!-- made by: octavo (.*?) -->\n((?:\|.*\n)+)", PAGE.read_
 
 
 def printed(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(whole_app(), list(arguments))
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_sized_in_the_type_that_it_is_served_in(tmp_path: Path) 
     ],
 )
 def test_what_cannot_be_sized_is_refused_by_name(arguments: list[str], complaint: str) -> None:
-    result = CliRunner().invoke(app, ["sizing", *arguments])
+    result = CliRunner().invoke(whole_app(), ["sizing", *arguments])
     assert result.exit_code != 0
     told = result.exception
     assert complaint in f"{getattr(told, 'what', '')} {getattr(told, 'numbers', '')} {getattr(told, 'change', '')}"
