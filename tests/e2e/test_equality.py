@@ -31,6 +31,11 @@ def make_prompts(seed: int) -> list[list[int]]:
     ]
 
 
+PROMPTS = make_prompts(1)
+LENGTHS = [200, *(random.Random(n).randrange(40, 70) for n in range(1, NUM_STREAMS))]
+"""The first is there from the beginning: who runs alone is not preempted."""
+
+
 async def ask(
     client: AsyncClient, prompt: list[int], max_tokens: int, delay_s: float
 ) -> tuple[str, list[int], inference_pb2.Finished]:
@@ -56,13 +61,17 @@ async def whole_text(client: AsyncClient, ids: list[int]) -> str:
     return (await stub.Detokenize(request, timeout=60)).text
 
 
+@pytest.fixture(scope="module")
+def expected(model: CausalLM) -> list[list[int]]:
+    """The outputs of all prompts, as the model alone gives them: for every service the same."""
+    return [generate(model, prompt, max_new_tokens=length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+
+
 @pytest.mark.parametrize(("gateways", "host_kv_gib"), [(1, 0.0), (2, 0.0), (1, 0.005)])
 async def test_every_output_equals_the_oracle_although_every_request_was_preempted(
-    tmp_path: Path, tiny_checkpoint: Path, model: CausalLM, gateways: int, host_kv_gib: float
+    tmp_path: Path, tiny_checkpoint: Path, expected: list[list[int]], gateways: int, host_kv_gib: float
 ) -> None:
-    generator, prompts = random.Random(gateways), make_prompts(gateways)
-    lengths = [generator.randrange(40, 70) for _ in prompts]
-    lengths[0] = 200  # it is there from the beginning: who runs alone is not preempted
+    generator = random.Random(gateways)
     arguments = (f"--model={tiny_checkpoint}", "--num-blocks=128", f"--block-size={BLOCK_SIZE}", "--max-num-seqs=12")
     arguments += ("--max-batch-tokens=64", "--audit-every-steps=1", "--preempt-every-steps=2", f"--gateways={gateways}")
     arguments += (f"--host-kv-gib={host_kv_gib}",)
@@ -71,13 +80,12 @@ async def test_every_output_equals_the_oracle_although_every_request_was_preempt
             answers = await asyncio.gather(
                 *[
                     ask(one if index % 2 else two, prompt, length, generator.uniform(0, 0.2) if index else 0.0)
-                    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+                    for index, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
                 ]
             )
             texts = [await whole_text(one, ids) for _, ids, _ in answers]
         await asyncio.to_thread(service.wait_until_idle)
         audits = await asyncio.to_thread(service.audit)
-    expected = [generate(model, prompt, max_new_tokens=length) for prompt, length in zip(prompts, lengths, strict=True)]
     assert [ids for _, ids, _ in answers] == expected
     assert texts == [text for text, _, _ in answers]
     assert min(finished.receipt.preemptions for _, _, finished in answers) >= 1
