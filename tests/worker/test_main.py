@@ -1,6 +1,7 @@
 """A real worker process against a real pool: what callers see while it lives, dies, drains and returns."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ import pytest
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import Run, SamplingParams, WireFinishReason
+from octavo.worker import main as worker_main
+from octavo.worker.config import WorkerConfig
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from octavo.worker.shutdown import EXIT_REFUSED
 from tests.support.gateway.workers import RecordingSink, pool_config, submit
@@ -399,3 +402,12 @@ async def test_probes_hear_when_a_worker_is_ready_and_when_no_more(start: Start,
     await until(lambda: ready_says(port) == (200, "ready\n"), START_S)
     await pool.close()
     await until(lambda: ready_says(port)[0] == 503, START_S)
+
+
+def test_no_collection_of_a_start_walks_what_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped: list[int] = []
+    monkeypatch.setattr("octavo.model.cpu.isa.hide_instructions", lambda: None)
+    monkeypatch.setattr("octavo.worker.loading.group.load_group", lambda *_: skipped.append(gc.get_freeze_count()))
+    gc.unfreeze()
+    worker_main._load(WorkerConfig(model="none", gateway_endpoints=()), lambda *_: None, lambda _: None)
+    assert skipped[0] > 100_000
