@@ -185,8 +185,8 @@ def _references(how: str, folder: Path) -> None:
     assert "tests/model" in paths
     assert all(num_tests(path) for path in paths)
     references = node("test_products_of_each_class_are_those_of_the_reference", "tests/model")
-    if machine_isa() >= Isa.AVX2:
-        run(sys.executable, "-m", "pytest", references, OCTAVO_CPU_ISA="avx2")
+    if machine_isa() >= Isa.AVX2:  # another architecture's kernels, by an emulator, are the same whatever is hidden
+        run(sys.executable, "-m", "pytest", references, "-k", "not aarch64", OCTAVO_CPU_ISA="avx2")
 
 
 @shows("clients and gateways of others drive it as it stands")
