@@ -149,10 +149,13 @@ def test_requests_that_fail_are_counted_by_their_reason(service: Service, tmp_pa
         ),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_sent(words: list[str], lines: list[str], service: Service) -> None:
-    done = bench(service, *words)
-    said = [line.strip() for line in done.stderr.splitlines()]
-    assert (done.returncode, done.stdout, said[:2], len(said)) == (2, "", lines, 3)
+def test_a_mistake_is_told_before_anything_is_sent(
+    words: list[str], lines: list[str], service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["bench", f"--port={service.port}", *words])
+    written = capsys.readouterr()
+    said = [line.strip() for line in written.err.splitlines()]
+    assert (code, written.out, said[:2], len(said)) == (2, "", lines, 3)
 
 
 def test_where_no_service_is_it_says_so() -> None:
