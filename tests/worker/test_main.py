@@ -409,5 +409,8 @@ def test_no_collection_of_a_start_walks_what_was_imported(monkeypatch: pytest.Mo
     monkeypatch.setattr("octavo.model.cpu.isa.hide_instructions", lambda: None)
     monkeypatch.setattr("octavo.worker.loading.group.load_group", lambda *_: skipped.append(gc.get_freeze_count()))
     gc.unfreeze()
-    worker_main._load(WorkerConfig(model="none", gateway_endpoints=()), lambda *_: None, lambda _: None)
+    try:
+        worker_main._load(WorkerConfig(model="none", gateway_endpoints=()), lambda *_: None, lambda _: None)
+    finally:
+        gc.unfreeze()
     assert skipped[0] > 100_000
