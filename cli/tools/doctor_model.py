@@ -230,11 +230,11 @@ def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
     available, wanted = available_bytes(), num_bytes * settings.workers
     if settings.device.startswith("cuda"):
         return Finding(name="weights", verdict=Verdict.GOOD, detail=f"{_gib(num_bytes)}, into the GPU's memory")
-    is_good = wanted <= available
+    is_good, workers = wanted <= available, f"{settings.workers} worker{'s' * (settings.workers != 1)}"
     return Finding(
         name="weights",
         verdict=Verdict.GOOD if is_good else Verdict.BAD,
-        detail=f"{_gib(wanted)} for {settings.workers} workers, {_gib(available)} of memory available",
+        detail=f"{_gib(wanted)} for {workers}, {_gib(available)} of memory available",
         advice="" if is_good else "close other programs, give fewer --workers, or take a smaller model",
     )
 

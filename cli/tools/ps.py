@@ -141,7 +141,7 @@ def _of_snapshot(address: str, snapshot: load_pb2.WatchLoadResponse) -> ServiceS
 def _of_models(address: str, models: Sequence[model_pb2.ModelInfo]) -> ServiceState:
     processes = tuple(
         ProcessState(
-            name=f"{model.num_workers} workers",
+            name=f"{model.num_workers} worker{'s' * (model.num_workers != 1)}",
             role=Role.WORKER.value,
             state="ready",
             model=model.name,
