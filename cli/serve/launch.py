@@ -33,7 +33,7 @@ from octavo.wire.run_dir import (
     held_run_dir,
 )
 
-_PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # variables that are read but are not settings
+_PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE", ENV_PREFIX + "SUMS"}  # that are read but are not settings
 GATEWAY_PORT_STRIDE = 100
 CORES_PER_GATEWAY = 2
 MOST_GATEWAYS = 8

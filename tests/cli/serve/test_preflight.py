@@ -338,11 +338,12 @@ def test_every_variable_that_code_reads_is_known(repository: Path) -> None:
     assert names - OTHER_VARIABLES <= {variable_of(name) for name in ALL_KEYS}
 
 
-def test_what_the_kernels_read_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_and_ranks_read_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_NATIVE", "off")
+    monkeypatch.setenv("OCTAVO_SUMS", "library")
     monkeypatch.setenv("OCTAVO_MODEL", "x")
     passed = environment()
-    assert passed["OCTAVO_NATIVE"] == "off"
+    assert (passed["OCTAVO_NATIVE"], passed["OCTAVO_SUMS"]) == ("off", "library")
     assert "OCTAVO_MODEL" not in passed
 
 
