@@ -59,18 +59,17 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 }
 
 
-SWITCH = "OCTAVO_NATIVE"
 ON, OFF = ("", "on", "1", "true", "yes"), ("off", "0", "false", "no")
 
 
 @cache
 def _outcome() -> ctypes.CDLL | str | None:
     """The compiled kernels; or why there are none, as part of a sentence; or None if they were switched off."""
-    word = os.environ.get(SWITCH, "").strip().lower()
+    word = os.environ.get("OCTAVO_NATIVE", "").strip().lower()
     if word in OFF or os.name != "posix":
         return None
     if word not in ON:
-        return f"{SWITCH} is {word!r}, neither on nor off"
+        return f"OCTAVO_NATIVE is {word!r}, neither on nor off"
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):
         return "their sources are not installed"
     compiler = _compiler()

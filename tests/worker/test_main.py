@@ -406,7 +406,6 @@ async def test_probes_hear_when_a_worker_is_ready_and_when_no_more(start: Start,
 
 def test_no_collection_of_a_start_walks_what_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped: list[int] = []
-    monkeypatch.setattr("octavo.model.cpu.isa.hide_instructions", lambda: None)
     monkeypatch.setattr("octavo.worker.loading.group.load_group", lambda *_: skipped.append(gc.get_freeze_count()))
     gc.unfreeze()
     try:
