@@ -116,6 +116,9 @@ def _flushed(code: int) -> int:
 def main(arguments: Sequence[str]) -> int:
     """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
     streams, output = (sys.stdout, sys.stderr), _file_of(sys.stdout)
+    for name in ("COLUMNS", "LINES"):  # 0 is an unknown size, and rich would print nothing into it
+        if os.environ.get(name) == "0":
+            del os.environ[name]
     try:
         from octavo.cli.settings.setting import DEBUG_VARIABLE
         from octavo.gateway.observability import grpc_environment  # noqa: F401  (sets it: before grpc)

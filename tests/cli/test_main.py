@@ -578,3 +578,11 @@ def test_ctrl_c_while_modules_are_imported_ends_quietly(module: str, program: st
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 130)
+
+
+def test_a_terminal_of_unknown_size_gets_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["models", "--help"]) == 0
+    assert "octavo models" in capsys.readouterr().out
