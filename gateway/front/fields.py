@@ -28,9 +28,16 @@ def _number(given: object) -> object:
     return given
 
 
+def _token_key(given: object) -> int:
+    if not isinstance(given, str) or not re.fullmatch("0|[1-9][0-9]{0,9}", given):
+        raise ValueError("keys should be token ids, as text")
+    return int(given)
+
+
 # To Python, True is an int. Lists may be long, so their elements are checked by pydantic's own strict mode.
 Whole = Annotated[int, BeforeValidator(_number)]
 TokenId = Annotated[int, Field(strict=True)]
+TokenKey = Annotated[int, BeforeValidator(_token_key)]  # written in one way, so that no two keys are one id
 Flag = Annotated[bool, Field(strict=True)]  # not 1, nor "no"
 
 
@@ -68,7 +75,7 @@ class GenerateBody(Body):
     n: Whole | None = None
     stop: str | list[str] | None = None
     max_tokens: Whole | None = None
-    logit_bias: dict[int, Annotated[float, Field(strict=True)]] | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Field(strict=True)]] | None = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
     # Beyond OpenAI's fields, under the names of vLLM or octavo.v1.

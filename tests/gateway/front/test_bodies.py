@@ -133,6 +133,13 @@ def test_true_is_no_number(body: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("key", ["5_0", " 5", "05", "+5", "-1", "five", "", "99999999999"])
+def test_a_bias_is_of_an_id_written_in_one_way(key: str) -> None:
+    with pytest.raises(ApiError, match="keys should be token ids, as text") as caught:
+        parse(CompletionBody, json.dumps({"prompt": "x", "logit_bias": {"5": 1.0, key: 2.0}}).encode())
+    assert caught.value.param == "logit_bias"
+
+
 _PROMPT = "must be a text, a list of ids, or a list of either"
 
 
