@@ -135,7 +135,10 @@ def _from_prompt(path: Path, number: int, row: Any, lengths: Lengths) -> Ask:
     if not isinstance(num_output, int) or not 1 <= num_output <= MOST_DRAWN_TOKENS:
         raise _unusable(path, f"entry {number}: output_tokens is {shorten(num_output)}, which is no count")
     if isinstance(fields.get("messages"), list) and all(isinstance(each, dict) for each in fields["messages"]):
-        prompt = GenerateFields(messages=fields["messages"])
+        of_messages = ("role", "content", "tool_calls", "tool_call_id")  # datasets tell more of them, such as times
+        prompt = GenerateFields(
+            messages=[{name: each[name] for name in of_messages if name in each} for each in fields["messages"]]
+        )
     else:
         turns = fields.get("turns")
         text: Any = fields.get("prompt") or (next(iter(turns), None) if isinstance(turns, list) else turns)

@@ -106,11 +106,20 @@ def test_a_value_that_a_field_cannot_hold_names_the_field(fields: dict[str, obje
         ([5], "5 is no message"),
         ([{"role": "user", "contents": "x"}], "a message has content; this one has role, contents"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "content is text, not "),
+        (
+            [{"role": "user", "content": "x", "name": "Ann"}],
+            "a message has no name; it has role, content, tool_calls, ",
+        ),
     ],
 )
 def test_messages_that_are_none_are_named(messages: object, told: str) -> None:
     with pytest.raises(TypeError, match=f"^messages: {told}"):
         generate_request(messages=messages)
+
+
+def test_fields_of_a_message_that_are_none_do_not_count() -> None:
+    given = {"role": "assistant", "content": "x", "refusal": None, "audio": None}
+    assert generate_request(messages=[given]) == generate_request(messages=[("assistant", "x")])
 
 
 @pytest.mark.parametrize("tools", [["weather"], {"name": "weather"}])

@@ -50,7 +50,8 @@ def test_sharegpt_gives_first_turns_as_long_as_their_answers_without_the_extreme
 def test_prompts_come_as_text_chat_or_turns(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "hello"}]
-    rows = [{"prompt": "one", "output_tokens": 3}, {"messages": chat}, {"turns": ["two", "three"]}]
+    told = [{**each, "timestamp": "2026-01-01"} for each in chat]
+    rows = [{"prompt": "one", "output_tokens": 3}, {"messages": told}, {"turns": ["two", "three"]}]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert read(file, 4) == [
         Ask(prompt={"text": "one"}, num_output=3, is_exact=False),
