@@ -190,7 +190,7 @@ def test_a_service_has_its_commands_as_help_shows_them_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        ("log_format = 'xml'", ["error: bad value for --log-format", "FILE is 'xml'"]),
+        ("log_format = 'xml'", ["error: bad value for --log-format", "log_format in FILE is 'xml'"]),
         ("port_ = 1", ["error: unknown key in the configuration file", "FILE has 'port_'"]),
         (None, ["error: no configuration file", "FILE is not a file"]),
     ],
