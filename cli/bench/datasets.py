@@ -21,7 +21,7 @@ from typing import Any
 
 from octavo.cli.bench.limits import MOST_DRAWN_TOKENS
 from octavo.cli.errors import shorten, usage
-from octavo.client.requests import GenerateFields, generate_request
+from octavo.client.requests import MESSAGE_FIELDS, GenerateFields, generate_request
 
 FEWEST_TOKENS = 4  # of a ShareGPT turn that counts, and
 MOST_PROMPT_TOKENS, MOST_TOKENS = 1024, 2048  # the most, as vLLM's benchmark has it
@@ -135,10 +135,9 @@ def _from_prompt(path: Path, number: int, row: Any, lengths: Lengths) -> Ask:
     if not isinstance(num_output, int) or not 1 <= num_output <= MOST_DRAWN_TOKENS:
         raise _unusable(path, f"entry {number}: output_tokens is {shorten(num_output)}, which is no count")
     if isinstance(fields.get("messages"), list) and all(isinstance(each, dict) for each in fields["messages"]):
-        of_messages = ("role", "content", "tool_calls", "tool_call_id")  # datasets tell more of them, such as times
-        prompt = GenerateFields(
-            messages=[{name: each[name] for name in of_messages if name in each} for each in fields["messages"]]
-        )
+        # Datasets tell more of messages, such as times.
+        known = [{name: each[name] for name in MESSAGE_FIELDS if name in each} for each in fields["messages"]]
+        prompt = GenerateFields(messages=known)
     else:
         turns = fields.get("turns")
         text: Any = fields.get("prompt") or (next(iter(turns), None) if isinstance(turns, list) else turns)

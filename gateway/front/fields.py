@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from octavo.client.requests import GenerateFields
+from octavo.client.requests import MESSAGE_FIELDS, GenerateFields
 from octavo.gateway.front.errors import ApiError
 from octavo.v1 import inference_pb2
 
@@ -310,7 +310,7 @@ def _check_words(given: Collection[str], response_format: Mapping[str, Any] | No
         raise _refused(names[1], f"an output has one form at most, and {names[0]} asks for another")
 
 
-_MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")  # a name changes nothing: no template uses it
+_MESSAGE = (*MESSAGE_FIELDS, "name")  # a name changes nothing: no template uses it
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

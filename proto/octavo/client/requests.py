@@ -18,7 +18,7 @@ _ROLES = {
     "assistant": inference_pb2.CHAT_ROLE_ASSISTANT,
     "tool": inference_pb2.CHAT_ROLE_TOOL,
 }
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
+MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 _FORMATS = {
     "text": inference_pb2.OUTPUT_FORMAT_TEXT,
     "token_ids": inference_pb2.OUTPUT_FORMAT_TOKEN_IDS,
@@ -132,8 +132,8 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
     if "content" not in fields and not fields.get("tool_calls"):
         raise TypeError(f"a message has content; this one has {', '.join(map(str, fields))}")
     # What SDKs return from a model has many more fields, which are None.
-    if others := [str(name) for name, value in fields.items() if name not in _MESSAGE_FIELDS and value is not None]:
-        raise TypeError(f"a message has no {', '.join(others)}; it has {', '.join(_MESSAGE_FIELDS)}")
+    if others := [str(name) for name, value in fields.items() if name not in MESSAGE_FIELDS and value is not None]:
+        raise TypeError(f"a message has no {', '.join(others)}; it has {', '.join(MESSAGE_FIELDS)}")
     if not isinstance(fields.get("content") or "", str):
         raise TypeError(f"content is text, not {fields['content']!r}")
     return inference_pb2.ChatMessage(
