@@ -129,7 +129,7 @@ class FusedSums(_Peers):
         self._rooms = list(zip(*(each.unbind() for each in self.memory.of_all()), strict=True))
         self._shared = SharedMemory((num_programs(self.limit), ranks.size), torch.int32, device, ranks)
         self._counts = tuple(self._shared.of_all())
-        self._turn, self._overlap = 0, Overlap.on(self.memory.own)
+        self._turn = 0
         torch.cuda.synchronize(device)
         ranks.least(0)  # every rank's counts are zero before any rank starts to count
 
@@ -156,7 +156,7 @@ class FusedSums(_Peers):
     def _run(self, room: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
         rank, address = self.ranks.rank, room.data_ptr()
         rooms = next(each for each in self._rooms if each[rank].data_ptr() == address)
-        peer_sum(rooms, self._counts, out, rank=rank, adds=adds, overlap=self._overlap)
+        peer_sum(rooms, self._counts, out, rank=rank, adds=adds, overlap=Overlap.on(out))
 
 
 class PushedSums(_Peers):
@@ -168,7 +168,6 @@ class PushedSums(_Peers):
         self.memory = SharedMemory((2, ranks.size, words), torch.int64, device, ranks)
         self._inboxes = tuple(self.memory.of_all())
         self._turns = torch.zeros(words // WORDS, dtype=torch.int32, device=device)
-        self._overlap = Overlap.on(self._turns)
         torch.cuda.synchronize(device)
         ranks.least(0)  # every rank's inbox is zero before any rank writes
 
@@ -187,8 +186,8 @@ class PushedSums(_Peers):
         self._run(room, x, adds=True)
 
     def _run(self, room: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
-        rank, overlap = self.ranks.rank, self._overlap
-        pushed_sum(room, self._inboxes, self._turns, out, rank=rank, adds=adds, overlap=overlap)
+        rank = self.ranks.rank
+        pushed_sum(room, self._inboxes, self._turns, out, rank=rank, adds=adds, overlap=Overlap.on(out))
 
 
 class SumsBySize:
