@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
-import grpc
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.client.aio import AsyncTextStream
 from octavo.client.embeddings import EmbedFields, embed_request
-from octavo.client.errors import OctavoError
+from octavo.client.errors import OctavoError, Overloaded, Unavailable
 from octavo.client.options import call_metadata
 from octavo.client.requests import generate_request
 from octavo.gateway.front.calls import (
@@ -373,7 +372,7 @@ def _on_error(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {"www-authenticate": "Bearer"} if told.status == 401 else {}
     if isinstance(error, OctavoError):
         # OpenAI's clients retry after 409, 429 and 5xx unless x-should-retry says otherwise.
-        is_for_later = told.status in (429, 503) and error.code is not grpc.StatusCode.ABORTED
+        is_for_later = isinstance(error, Overloaded | Unavailable)
         wait_s = math.ceil(error.retry_after_s or RETRY_AFTER_S)
         headers |= {"retry-after": str(wait_s)} if is_for_later else {"x-should-retry": "false"}
         headers |= {"x-request-id": error.request_id} if error.request_id else {}
