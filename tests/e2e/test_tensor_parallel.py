@@ -22,6 +22,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with serve(tmp_path_factory.mktemp("service"), *SETTINGS) as running:
         running.wait_until_supervised()
         yield running
+        ranks = running.children(RANK)
+    assert [process for process in ranks if process.is_running()] == []
 
 
 async def read(client: AsyncClient, index: int, got: list[list[int]], moved: list[int]) -> None:
