@@ -8,7 +8,7 @@ them a batch size uses.
 Legend: B sequences · D model dim · N query heads · H head dim · I intermediate dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,11 +43,11 @@ LEAST_TILE, MOST_TILE, LONGEST_GRAIN = 32, 256, 128
 ATTENDED_BYTES = 65_536
 """Keys and values that the programs of a multiprocessor request first."""
 LANES = 32
-MAX_ELEMENTS_OF_LANE, MAX_ELEMENTS_OF_LONG_ROW = 160, 108
-"""Elements of a row of weights: more would not fit into a thread's registers beside the vector. Fewer were faster if
-several warps share a row."""
+MAX_ELEMENTS_OF_LANE, MAX_ELEMENTS_OF_PAIR, MAX_ELEMENTS_OF_LONG_PAIR = 160, 320, 448
+"""Elements of 16 bits in a thread's registers, beside those of the vector: of a row that a warp reads alone, of two
+rows, and of two long rows that several warps share."""
 MAX_ROWS = 8
-"""Rows of a program whose warps read one row each, however short the rows are."""
+"""Rows of a program of attention's output or down, however short the rows are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +62,56 @@ class SmallBatchCuts:
     attention: AttentionCut
 
 
+MEASURED: dict[tuple[int, int, int], dict[str, Cut]] = {
+    (896, 896, 4864): {  # 0.5B
+        "qkv": Cut(rows=8, warps=8),
+        "output": Cut(rows=16, warps=16, block=256),
+        "down": Cut(rows=1, warps=1, block=512),
+    },
+    (1536, 1536, 8960): {"qkv": Cut(rows=2, warps=4), "output": Cut(rows=2, warps=2)},  # 1.5B
+    (2048, 2048, 11008): {  # 3B
+        "qkv": Cut(rows=2, warps=1),
+        "output": Cut(rows=2, warps=1),
+        "gate_up": Cut(rows=4, warps=4),
+    },
+    (3584, 1792, 9472): {  # 7B by two ranks
+        "qkv": Cut(rows=2, warps=2),
+        "output": Cut(rows=2, warps=1, block=256),
+        "gate_up": Cut(rows=2, warps=2, block=512),
+        "down": Cut(rows=1, warps=8),
+    },
+    (5120, 5120, 13824): {"qkv": Cut(rows=1, warps=8)},  # 14B
+    (5120, 2560, 13824): {"output": Cut(rows=2, warps=1)},  # 32B by two ranks
+}
+"""Cuts of 16-bit weights that were faster than the rule's for one row on an H200, by a rank's hidden size, elements of
+all query heads, and intermediate size. No rule was found for them: how much of the next kernels' weights is requested
+early depends on which of their programs have room beside all others of a layer (bench/RESULTS.md)."""
+
+
 def cuts_of(config: ModelConfig, *, number_bytes: int = 2) -> SmallBatchCuts:
-    """Cuts by the bytes of weights, or of keys and values, that a program reads and each of its threads holds: the
-    fastest of those tried for 0.5B, 7B and 32B on an H200 (bench/RESULTS.md). number_bytes: bytes of a weight, key or
-    value."""
+    """Cuts of a rank's shape: as measured, else by the bytes of weights, or of keys and values, that a program reads
+    and each of its threads holds. number_bytes: bytes of a weight, key or value."""
 
-    def num_rows(row_elements: int, program_bytes: int, *, least: int = 1) -> int:
-        wanted = program_bytes // (2 * row_elements)
-        return max(least, 1 << max(0, wanted.bit_length() - 1))
+    def num_rows(row_elements: int, program_bytes: int) -> int:
+        return 1 << max(0, (program_bytes // (2 * row_elements)).bit_length() - 1)
 
-    def together(length: int, matrices: int, program_bytes: int, *, of_lane: int, least: int = 1) -> Cut:
-        """All warps read all rows."""
-        rows = num_rows(length * matrices, program_bytes, least=least)
-        return Cut(rows=rows, warps=min(MAX_WARPS, _warps_for(rows * length * matrices, of_lane)))
-
-    def one_by_one(length: int, program_bytes: int, *, least: int = 1) -> Cut:
-        """A warp reads a row, or several do if it is long; nothing is summed across warps of different rows."""
-        rows = min(MAX_ROWS, num_rows(length, program_bytes, least=least))
-        fits = length <= MAX_ELEMENTS_OF_LANE * LANES
-        of_row = 1 if fits else _warps_for(length, MAX_ELEMENTS_OF_LONG_ROW)
-        return Cut(rows=rows, warps=min(MAX_WARPS, rows * of_row))
+    def cut(rows: int, length: int, *, of_lane: int, least: int = 1) -> Cut:
+        return Cut(rows=rows, warps=min(MAX_WARPS, max(least, _warps_for(rows * length, of_lane))))
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
-    return SmallBatchCuts(
-        qkv=together(D, 2, 8192, of_lane=80),
-        output=one_by_one(A, 16384, least=4),
-        gate_up=together(D, 2, 16384, of_lane=80 if num_rows(2 * D, 16384) == 1 else 112),
-        down=one_by_one(I, 40960),
-        head=together(D, 1, 0, of_lane=MAX_ELEMENTS_OF_LANE, least=4),
+    rows_of_gate_up, rows_of_down = num_rows(2 * D, 16384), min(MAX_ROWS, num_rows(I, 40960))
+    is_down_short = I <= MAX_ELEMENTS_OF_LANE * LANES
+    cuts = SmallBatchCuts(
+        qkv=cut(num_rows(2 * D, 8192), 2 * D, of_lane=80),
+        output=cut(MAX_ROWS, A, of_lane=2 * MAX_ELEMENTS_OF_PAIR // number_bytes, least=4),
+        gate_up=cut(rows_of_gate_up, 2 * D, of_lane=80 if rows_of_gate_up == 1 else 112),
+        down=Cut(rows=rows_of_down, warps=rows_of_down)
+        if is_down_short
+        else cut(2, I, of_lane=2 * MAX_ELEMENTS_OF_LONG_PAIR // number_bytes, least=4),
+        head=cut(4, D, of_lane=MAX_ELEMENTS_OF_LANE),
         attention=_attention_cut_of(config, number_bytes),
     )
+    return replace(cuts, **MEASURED.get((D, A, I), {})) if number_bytes == 2 else cuts
 
 
 def _attention_cut_of(config: ModelConfig, number_bytes: int) -> AttentionCut:

@@ -22,28 +22,33 @@ MAX_WARPS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a matrix product is cut: the most output rows of a program, and its warps; both powers of two.
+    """How a matrix product is cut: the most output rows of a program, its warps, and the elements of a row that are
+    read at once (None: the widest block that wastes little); all powers of two.
 
     Raises ValueError if no device could run it, which triton's interpreter would not notice."""
 
     rows: int
     warps: int
+    block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows.bit_count() != 1 or self.warps.bit_count() != 1 or self.warps > MAX_WARPS:
-            raise ValueError(f"{self}: rows and warps are powers of two, and a program has at most {MAX_WARPS} warps")
+        numbers = (self.rows, self.warps, self.block or 1)
+        if any(number.bit_count() != 1 for number in numbers) or self.warps > MAX_WARPS:
+            raise ValueError(f"{self}: all are powers of two, and a program has at most {MAX_WARPS} warps")
 
     def rows_of(self, total: int) -> int:
         """Rows of a program, which divide the total evenly."""
         return gcd(self.rows, total)
 
-
-def block_of(length: int) -> int:
-    """The widest block that covers a row of weights with at most 15% more elements."""
-    for block in BLOCKS:
-        if -(-length // block) * block <= length * WASTE:
-            return block
-    return min(BLOCKS[0], max(16, 1 << (length - 1).bit_length()))
+    def block_of(self, length: int) -> int:
+        """Elements that are read at once of a row of this length: without a block of the cut, the widest that covers
+        the row with at most 15% more elements."""
+        if self.block is not None:
+            return self.block
+        for block in BLOCKS:
+            if -(-length // block) * block <= length * WASTE:
+                return block
+        return min(BLOCKS[0], max(16, 1 << (length - 1).bit_length()))
 
 
 def check_size(name: str, matrix: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ from octavo.model.kernels.checks import check_tensor
 from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 from octavo.model.kernels.small_batch.launch import (
     Cut,
-    block_of,
     check_size,
     inverse_rms,
     load_rows,
@@ -62,7 +61,7 @@ def small_batch_gate_up(
     check_size("gate_up_ED", gate_up_ED)
     rows = cut.rows_of(I)
     _small_batch_gate_up_kernel[(I // rows,)](
-        x_BD, gate_up_ED, act_BI, eps, B=B, D=D, I=I, ROWS=rows, BLOCK=block_of(D), PDL=overlap.value,
+        x_BD, gate_up_ED, act_BI, eps, B=B, D=D, I=I, ROWS=rows, BLOCK=cut.block_of(D), PDL=overlap.value,
         num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip
 
@@ -115,7 +114,7 @@ def _launch(
     check_size("matrix_OQ", matrix_OQ)
     rows = cut.rows_of(O)
     _small_batch_product_kernel[(O // rows,)](
-        y_BQ, matrix_OQ, out_BO, B=B, O=O, Q=Q, ROWS=rows, BLOCK=block_of(Q), ADD=adds, PDL=overlap.value,
+        y_BQ, matrix_OQ, out_BO, B=B, O=O, Q=Q, ROWS=rows, BLOCK=cut.block_of(Q), ADD=adds, PDL=overlap.value,
         num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip
 
@@ -166,6 +165,6 @@ def small_batch_head(
     check_size("head_VD", head_VD)
     rows = cut.rows_of(V)
     _small_batch_head_kernel[(V // rows,)](
-        x_TD, index_B, norm_D, head_VD, logits_BV, eps, B=B, D=D, V=V, ROWS=rows, BLOCK=block_of(D),
+        x_TD, index_B, norm_D, head_VD, logits_BV, eps, B=B, D=D, V=V, ROWS=rows, BLOCK=cut.block_of(D),
         PDL=overlap.value, num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip

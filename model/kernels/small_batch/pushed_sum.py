@@ -12,7 +12,9 @@ of the ranks and rounded once, so that all ranks get the same bits.
 A program counts its turns in its own memory, and the two parts of an inbox alternate: a rank that has received a peer's
 numbers of one turn knows that this peer has read those of the turn before. The numbers to be summed may be anywhere.
 
-It does not overlap with its neighbours (model/kernels/overlap.py): steps hung when it did.
+It overlaps with its neighbours (model/kernels/overlap.py): the next kernel requests its weights while this one waits
+for its peers.
+
 Must not know: how peers' memory is obtained, layers.
 """
 

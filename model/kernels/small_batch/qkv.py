@@ -16,7 +16,6 @@ from octavo.model.kernels.checks import check_pools, check_tensor
 from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 from octavo.model.kernels.small_batch.launch import (
     Cut,
-    block_of,
     check_size,
     inverse_rms,
     load_rows,
@@ -140,6 +139,6 @@ def small_batch_qkv(
     _small_batch_qkv_kernel[(C // 2 // pairs,)](
         x_BD, qkv_CD, bias_C, q_BNH, k_pool_PKSH, v_pool_PKSH, rows_B, position_R, table_RM, cos_LH, sin_LH,
         table_RM.shape[1], eps,
-        B=B, N=N, K=K, H=H, D=D, S=S, PAIRS=pairs, BLOCK=block_of(D), PDL=overlap.value,
+        B=B, N=N, K=K, H=H, D=D, S=S, PAIRS=pairs, BLOCK=cut.block_of(D), PDL=overlap.value,
         num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip

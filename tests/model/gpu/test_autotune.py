@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from bench.shapes import PUBLISHED
 from octavo.model import ModelConfig
 from octavo.model.gpu import autotune as autotuning
 from octavo.model.gpu import peer_sums
@@ -26,10 +27,10 @@ from octavo.model.gpu.autotune import (
 )
 from octavo.model.gpu.peer_joins import with_peer_joins
 from octavo.model.gpu.peer_sums import SumsBySize, Way, with_peer_sums
-from octavo.model.gpu.small_batch_layers import MAX_ROWS, cuts_of
+from octavo.model.gpu.small_batch_layers import MAX_ROWS, MEASURED, cuts_of
 from octavo.model.kernels.small_batch.attention import AttentionCut
 from octavo.model.kernels.small_batch.launch import Cut
-from octavo.model.parallel import Ranks
+from octavo.model.parallel import Ranks, config_of_rank
 from octavo.worker.runners.cuda.graph_runner import batch_sizes
 
 CONFIG = ModelConfig.from_dict(
@@ -181,19 +182,32 @@ def test_weights_of_32_bits_do_not_fit_into_split_tiles_of_a_device(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "expected"),
+    ("shape", "num_ranks", "expected"),
     [
-        (896, 4864, ((2, 2), (8, 8), (4, 2), (4, 4), (4, 1))),
-        (3584, 18944, ((1, 4), (4, 4), (1, 4), (1, 8), (4, 4))),
-        (5120, 27648, ((1, 4), (4, 4), (1, 4), (1, 8), (4, 4))),
+        ("0.5B", 1, ((8, 8, None), (16, 16, 256), (4, 2, None), (1, 1, 512), (4, 1, None))),
+        ("7B", 1, ((1, 4, None), (8, 4, None), (1, 4, None), (2, 4, None), (4, 4, None))),
+        ("7B", 2, ((2, 2, None), (2, 1, 256), (2, 2, 512), (1, 8, None), (4, 4, None))),
+        ("32B", 1, ((1, 4, None), (8, 4, None), (1, 4, None), (2, 4, None), (4, 4, None))),
+        ("0.5B", 2, ((2, 2, None), (8, 4, None), (4, 2, None), (8, 8, None), (4, 1, None))),  # the rule's alone
     ],
 )
-def test_cuts_are_those_that_were_measured(hidden: int, intermediate: int, expected: tuple[tuple[int, int]]) -> None:
-    heads = {"num_attention_heads": hidden // 64, "head_dim": 64}
-    cuts = cuts_of(replace(CONFIG, hidden_size=hidden, intermediate_size=intermediate, **heads))
+def test_cuts_are_those_that_were_measured(
+    shape: str, num_ranks: int, expected: tuple[tuple[int, int, int | None], ...]
+) -> None:
+    cuts = cuts_of(config_of_rank(PUBLISHED[shape].config, num_ranks))
     assert [cuts.qkv, cuts.output, cuts.gate_up, cuts.down, cuts.head] == [
-        Cut(rows=rows, warps=warps) for rows, warps in expected
+        Cut(rows=rows, warps=warps, block=block) for rows, warps, block in expected
     ]
+
+
+def test_every_measured_shape_is_a_published_one_and_none_is_cut_so_with_wider_numbers() -> None:
+    configs = [config_of_rank(PUBLISHED[shape].config, ranks) for shape in PUBLISHED for ranks in (1, 2)]
+    shapes = {(c.hidden_size, c.num_attention_heads * c.head_dim, c.intermediate_size): c for c in configs}
+    assert set(MEASURED) < set(shapes)
+    for shape, changed in MEASURED.items():
+        measured, by_rule = cuts_of(shapes[shape]), cuts_of(shapes[shape], number_bytes=4)
+        for product, cut in changed.items():
+            assert getattr(measured, product) == cut != getattr(by_rule, product)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from octavo.model.kernels.small_batch.attention import (
     small_batch_attention_reference,
     split_buffers,
 )
-from octavo.model.kernels.small_batch.launch import Cut, block_of
+from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.kernels.small_batch.mlp import (
     small_batch_add_product,
     small_batch_gate_up,
@@ -58,9 +58,17 @@ def place(positions: list[int], K: int, H: int, dtype: torch.dtype) -> tuple[tor
 
 
 def test_blocks_waste_little() -> None:
-    assert [block_of(n) for n in (896, 1536, 3584, 4864, 5120, 18944, 96, 40)] == [
+    cut = Cut(rows=1, warps=1)
+    assert [cut.block_of(n) for n in (896, 1536, 3584, 4864, 5120, 18944, 96, 40)] == [
         1024, 512, 1024, 1024, 1024, 1024, 128, 64,
     ]  # fmt: skip
+    assert Cut(rows=1, warps=1, block=512).block_of(896) == 512
+
+
+@pytest.mark.parametrize("numbers", [{"rows": 3}, {"warps": 6}, {"warps": 64}, {"block": 384}])
+def test_a_cut_that_no_device_could_run_is_refused(numbers: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="powers of two"):
+        Cut(**{"rows": 4, "warps": 4} | numbers)  # type: ignore[arg-type]
 
 
 @pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
@@ -89,15 +97,25 @@ def test_qkv_equals_its_reference(N: int, K: int, H: int, D: int, positions: lis
 
 @pytest.mark.sanitize(only=lambda O, dtype: O != 1152 and dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("O", "Q", "B"), [(1152, 896, 1), (72, 40, 3), (640, 200, 8)])
-def test_a_product_alone_equals_torch(O: int, Q: int, B: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("O", "Q", "B", "cut"),
+    [
+        (1152, 896, 1, Cut(rows=8, warps=4)),
+        (72, 40, 3, Cut(rows=8, warps=4)),
+        (640, 200, 8, Cut(rows=8, warps=4)),
+        (144, 896, 1, Cut(rows=16, warps=16, block=256)),
+        (6, 4864, 2, Cut(rows=1, warps=1, block=512)),
+        (14, 1792, 1, Cut(rows=2, warps=1, block=256)),
+    ],
+)
+def test_a_product_alone_equals_torch(O: int, Q: int, B: int, cut: Cut, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     y, weight = torch.randn(B, Q).to(dtype), matrix(O, Q, dtype)
     out = torch.full((B, O), float("nan"), dtype=dtype, device=DEVICE)
-    small_batch_product(y.to(DEVICE), weight.to(DEVICE), out, cut=Cut(rows=8, warps=4), overlap=OVERLAP)
+    small_batch_product(y.to(DEVICE), weight.to(DEVICE), out, cut=cut, overlap=OVERLAP)
     close(out, y.float() @ weight.float().T, dtype)
     with pytest.raises(ValueError, match="matrix_OQ"):
-        small_batch_product(y.to(DEVICE), weight[:, :-1].to(DEVICE), out, cut=Cut(rows=8, warps=4), overlap=OVERLAP)
+        small_batch_product(y.to(DEVICE), weight[:, :-1].to(DEVICE), out, cut=cut, overlap=OVERLAP)
 
 
 @pytest.mark.sanitize(only=lambda dtype: dtype != torch.float32)
