@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parent
 SECONDS = TESTS / "seconds.json"
 ALWAYS = ("cli/serve/test_preflight.py", "docs", "structure", "test_*.py")  # a change anywhere may break these
 ASKED_FOR = ("cluster", "gpu", "interop", "faults/test_long_*.py")  # `make test` leaves them to targets of their own
-BUDGET_S = 12.0  # of the files beside those above; importing what they test takes several times as long
+BUDGET_S = 6.0  # of the files beside those above; importing what they test takes several times as long
 DEFAULT_S = 1.0  # of a file that is not measured yet
 HEAVY_IMPORT = re.compile(r"^(?:from |import |transformers = .*\")transformers\b", re.MULTILINE)  # 4 s, in no figure
 SAME_WITHIN = 2.0  # seconds differ from run to run; only a change beyond this factor is written
