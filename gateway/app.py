@@ -202,6 +202,7 @@ class Gateway:
     async def _drain(self, grace_s: float) -> None:
         log.info("draining", in_flight=self.tracker.admission.counts().num_entered, grace_s=grace_s)
         self.tracker.is_draining = True  # readiness is false from here on
+        self.pool.take_leave()
         self.load_watch.drain()
         await self.readiness.publish()
         try:
@@ -224,6 +225,7 @@ class Gateway:
     async def stop(self) -> None:
         """Stop at once; streams that are still open end with DRAINING. Idempotent."""
         self.tracker.is_draining = True
+        self.pool.take_leave()
         if self.tracker.fail_all(Draining("this gateway shuts down")):
             await self._empty_within(_END_S)
         await self.readiness.close()

@@ -386,5 +386,9 @@ class Drain(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
+class GatewayLeaving(Message, frozen=True, kw_only=True):
+    """The gateway ends soon, in order: the end of the connection is no loss then. Workers of older versions drop it."""
+
+
 ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
-ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain
+ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain | GatewayLeaving

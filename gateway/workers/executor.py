@@ -13,7 +13,7 @@ from octavo.gateway.workers.registry import Registry, WorkerRecord
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, WorkerState
 from octavo.gateway.workers.watch import ProcessWatch
-from octavo.wire.messages import ModelCard, NeedTokenizer, Refused, Welcome
+from octavo.wire.messages import GatewayLeaving, ModelCard, NeedTokenizer, Refused, Welcome
 
 log = structlog.get_logger(__name__)
 OnModel = Callable[[ModelCard, dict[str, bytes]], None]
@@ -79,6 +79,16 @@ class Executor:
         if record.state is not WorkerState.DRAINING:
             record.state = WorkerState.DRAINING
             self.changed()
+
+    def take_leave(self) -> None:
+        """Tell every worker that this gateway ends."""
+        for record in self._registry:
+            self.outbox.send_unconfirmed(record.peer, GatewayLeaving())
+
+    def close(self) -> None:
+        """Forget every worker; open outputs end (on_lost DRAINING)."""
+        for record in self._registry:
+            self.carry_out(self._registry.give_up(record, LostReason.DRAINING, "the gateway is shutting down"))
 
     def changed(self) -> None:
         """The set of workers or models has changed."""

@@ -118,6 +118,10 @@ class WorkerPool:
         self._link.open()
         self._ticker = asyncio.create_task(self._tick_forever(), name="worker-pool-ticker")
 
+    def take_leave(self) -> None:
+        """Tell every worker that this gateway ends. Well before `close`: what comes with a connection's end is lost."""
+        self._executor.take_leave()
+
     async def close(self) -> None:
         """End every open output (on_lost DRAINING) and close the sockets. Idempotent."""
         ticker, self._ticker = self._ticker, None
@@ -125,9 +129,7 @@ class WorkerPool:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         self._migration.close()
-        for record in self._registry:
-            ended = self._registry.give_up(record, LostReason.DRAINING, "the gateway is shutting down")
-            self._executor.carry_out(ended)
+        self._executor.close()
         self._link.close()
 
     # ------------------------------------------------------------ what is there
@@ -163,8 +165,7 @@ class WorkerPool:
         self._turn += 1
         best, reason = choose(candidates, turn=self._turn, num_tokens=len(prompt_ids), num_branches=match.num_branches)
         self.stats.routed[reason.value] += 1
-        record = self._registry.get(best.incarnation)
-        assert record is not None
+        record = next(each for each in ready if each.incarnation == best.incarnation)
         return record.view(time.monotonic(), cached_tokens=best.cached_tokens)
 
     # ------------------------------------------------------------ requests
@@ -323,8 +324,7 @@ class WorkerPool:
                 self.stats.kv_events += len(message.events)
                 self._prefixes.apply(record, message)
             case AdminReply():
-                if not self._queries.take(record.incarnation, message):
-                    self.stats.late_outputs += 1
+                self.stats.late_outputs += not self._queries.take(record.incarnation, message)
             case Leaving():
                 return self._registry.on_leaving(record, message.reason)
         return []

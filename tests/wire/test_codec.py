@@ -165,6 +165,7 @@ to_worker = st.one_of(
     st.builds(m.Cancel, handles=st.lists(counts, max_size=4).map(tuple)),
     st.builds(m.AdminQuery, query_id=counts, audit=st.booleans(), flush_prefix_cache=st.booleans()),
     st.builds(m.Drain, grace_s=finite),
+    st.builds(m.GatewayLeaving),
 )
 to_peer = st.one_of(
     st.builds(p.PeerAbort, call_id=counts, request_id=texts),

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from octavo.wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
 from octavo.wire.curve import CurveKeys, new_gateway_dealer
-from octavo.wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
+from octavo.wire.messages import GatewayLeaving, NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, LinkStats, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport.registration import LinkState, Registration
@@ -138,6 +138,7 @@ class _Gateway:
     index: GatewayIndex
     socket: GatewaySocket
     registration: Registration = field(default_factory=Registration)
+    is_leaving: bool = False  # it has said so, on the connection that there is
 
 
 class WorkerLink:
@@ -276,6 +277,7 @@ class WorkerLink:
     def _take_transitions(self, gateway: _Gateway, received: Received) -> None:
         for transition in gateway.socket.transitions():
             if transition is Transition.CONNECTED:
+                gateway.is_leaving = False
                 gateway.registration.on_connected()
             elif transition is Transition.DISCONNECTED:
                 # Whatever is here now came before the break, so before the Register that follows it.
@@ -292,7 +294,9 @@ class WorkerLink:
         except ProtocolError:
             self.stats.undecodable_frames += 1
             return
-        if isinstance(message, Welcome | Refused | NeedTokenizer):
+        if isinstance(message, GatewayLeaving):
+            gateway.is_leaving = True
+        elif isinstance(message, Welcome | Refused | NeedTokenizer):
             self._take_own(gateway, message, received)
         elif gateway.registration.state is LinkState.WELCOMED:
             received.append((gateway.index, message))
@@ -355,7 +359,10 @@ class WorkerLink:
 
     def _note_lost(self, gateway: _Gateway, reason: str) -> None:
         self.stats.gateways_lost += 1
-        log.warning("gateway_lost", gateway=gateway.socket.address, reason=reason)
+        if gateway.is_leaving:
+            log.info("gateway_left", gateway=gateway.socket.address)
+        else:
+            log.warning("gateway_lost", gateway=gateway.socket.address, reason=reason)
 
     def _count_sent(self, frame: bytes) -> None:
         self.stats.sent_messages += 1

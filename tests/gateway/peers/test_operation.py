@@ -141,6 +141,7 @@ async def test_a_drain_refuses_new_requests_and_lets_the_others_finish(serve: An
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
             assert (refusal.tokens_delivered, refusal.pushback_ms) == (0, 500)
         assert not served.gateway.drained.is_set()
+        assert served.pool.has_taken_leave
         served.pool.runs[0].finish()
         assert [event.WhichOneof("event") async for event in call] == ["started", "finished"]
         await served.until(served.gateway.drained.is_set)
@@ -164,6 +165,7 @@ async def test_a_stop_ends_streams_with_a_status(serve: Any) -> None:
         await served.gateway.stop()
         refusal = await call
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert served.pool.has_taken_leave
         assert served.pool.is_closed
         await served.gateway.stop()
 

@@ -7,7 +7,7 @@ import pytest
 
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.endpoints import EndpointError
-from octavo.wire.messages import Refused
+from octavo.wire.messages import GatewayLeaving, Refused
 from octavo.wire.run_dir import RunDirError
 from tests.support.gateway.workers import Dial, FakeWorker, finished, open_one, open_pool, pool_config
 from tests.support.waiting import until
@@ -71,3 +71,10 @@ async def test_closing_removes_the_socket(pool: WorkerPool, tmp_path: Path) -> N
     assert os.listdir(tmp_path / "run") == ["gateway-0.sock"]
     await pool.close()
     assert os.listdir(tmp_path / "run") == []
+
+
+async def test_workers_are_told_that_the_gateway_ends(pool: WorkerPool, dial: Dial) -> None:
+    worker = dial()
+    await worker.join(pool)
+    pool.take_leave()
+    assert await worker.expect(GatewayLeaving) == GatewayLeaving()

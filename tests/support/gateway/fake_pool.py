@@ -122,6 +122,7 @@ class FakePool:
     details: list[WorkerDetails] = field(default_factory=list)
     refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
     stats: PoolStats = field(default_factory=PoolStats)
+    has_taken_leave: bool = False
     is_closed: bool = False
     index_bytes: int = 0
     prefixes: PrefixIndexes = field(
@@ -132,6 +133,10 @@ class FakePool:
 
     async def start(self) -> None:
         """Nothing to bind."""
+
+    def take_leave(self) -> None:
+        """Nobody to tell."""
+        self.has_taken_leave = True
 
     async def close(self) -> None:
         """End what is open, like the real pool."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 import zmq
 
 from octavo.wire.codec import decode_to_gateway, encode
@@ -15,6 +16,7 @@ from octavo.wire.messages import (
     AdminReply,
     Cancel,
     Drain,
+    GatewayLeaving,
     Leaving,
     Message,
     NeedTokenizer,
@@ -240,6 +242,34 @@ def test_what_a_gateway_said_before_it_died_is_forgotten(joined: Bench) -> None:
     joined.until_lost()
     assert joined.take(1) == [(G0, GatewayLost())]
     assert joined.link.drain() == []
+
+
+def ends_told(bench: Bench) -> list[tuple[str, str]]:
+    """(level, event) of what is logged until the first gateway's end is noticed."""
+    with structlog.testing.capture_logs() as lines:
+        assert bench.take(1) == [(G0, GatewayLost())]
+    return [(line["log_level"], line["event"]) for line in lines]
+
+
+def test_a_gateway_that_takes_its_leave_is_no_loss_worth_a_warning(joined: Bench) -> None:
+    joined.gateways[0].send(GatewayLeaving())
+    assert joined.link._gateways[G0].socket.socket.poll(int(WAIT_S * 1000))
+    joined.link.drain()
+    joined.gateways[0].close()
+    assert ends_told(joined) == [("info", "gateway_left")]
+
+
+def test_a_gateway_that_says_nothing_is_lost_also_where_its_former_life_took_its_leave(joined: Bench) -> None:
+    joined.gateways[0].send(GatewayLeaving())
+    assert joined.link._gateways[G0].socket.socket.poll(int(WAIT_S * 1000))
+    joined.link.drain()
+    joined.gateways[0].close()
+    joined.take(1)
+    gateway = joined.start()
+    joined.register_at(gateway, "g2")
+    gateway.close()
+    joined.until_lost()
+    assert ends_told(joined) == [("warning", "gateway_lost")]
 
 
 def test_a_welcome_of_another_life_loses_the_former(joined: Bench) -> None:
