@@ -49,7 +49,7 @@ _KNOWN = {
         "name a folder that can be written and executed from; in a container, mount a volume there",
     ),
     "RunDirError": ("the run directory cannot be used", "mend the folder, or give another with --run-dir"),
-    "EndpointError": ("bad endpoint", "see --worker-endpoint, --gateway-endpoint and --control-endpoint in --help"),
+    "EndpointError": ("bad endpoint", "an endpoint is ipc:///folder/name.sock or tcp://host:port"),
     "AddressError": ("bad address", "see --host, --metrics-host and --exposure in --help"),
     "BindError": ("cannot listen", "give another port (0 takes a free one), or an address of this host"),
     "GroupLost": (

@@ -1,9 +1,11 @@
 """Addresses as written on the command line, and the default socket between the processes of a host."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from octavo.cli.errors import shorten, usage
 from octavo.cli.whole_number import whole_number
+from octavo.wire.endpoints import Endpoint, EndpointError, parse_endpoint, require_proof
 from octavo.wire.run_dir import default_run_dir
 
 
@@ -29,3 +31,22 @@ def split_address(text: str) -> tuple[str, int]:
     if not host or port is None:
         raise usage("bad value for --address", f"{shorten(text)} is not HOST:PORT", "write it as 127.0.0.1:50051")
     return host.removeprefix("[").removesuffix("]"), port
+
+
+def endpoints_of(flag: str, addresses: Iterable[str]) -> list[Endpoint]:
+    """The endpoints that a flag names. Raises CliError."""
+    try:
+        return [parse_endpoint(address) for address in addresses]
+    except EndpointError as error:
+        advice = "write it as ipc:///folder/name.sock or tcp://host:port"
+        raise usage(f"bad value for {flag}", str(error), advice) from None
+
+
+def require_proofs(flag: str, addresses: Iterable[str], *, has_key: bool, has_token: bool) -> None:
+    """`wire.endpoints.require_proof` of each, with the flag's name in the error. Raises CliError."""
+    for endpoint in endpoints_of(flag, addresses):
+        try:
+            require_proof(endpoint, has_key=has_key, has_token=has_token)
+        except EndpointError as error:
+            advice = "docs/several-hosts.md tells which keys go where; an ipc:// address needs none"
+            raise usage(f"bad value for {flag}", str(error), advice) from None

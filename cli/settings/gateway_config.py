@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.cli.errors import usage
 from octavo.cli.settings.access import AccessSettings
-from octavo.cli.settings.addresses import default_endpoint, join_address
+from octavo.cli.settings.addresses import default_endpoint, endpoints_of, join_address, require_proofs
 from octavo.cli.settings.groups import GatewaySettings, ServeSettings
 from octavo.cli.settings.model_names import model_ports, name_of_model
 from octavo.cli.settings.setting import expanded
@@ -83,7 +83,9 @@ def _scopes(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def gateway_config(settings: GatewaySettings) -> GatewayConfig:
-    """The gateway's configuration."""
+    """The gateway's configuration. Raises CliError."""
+    endpoints_of("--control-endpoint", [settings.control_endpoint] if settings.control_endpoint else [])
+    endpoints_of("--peer-endpoint", settings.peer_endpoint)
     return GatewayConfig(
         workers=_pool_config(settings),
         expected_models=tuple(map(name_of_model, settings.expected_model)),
@@ -159,6 +161,8 @@ def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:
             "a gateway without a key of its own asks no worker for one",
             "give both; `octavo keys new gateway` makes it",
         )
+    has_key, has_token = settings.gateway_key_file is not None, bool(settings.registration_token)
+    require_proofs("--worker-endpoint", settings.worker_endpoint, has_key=has_key, has_token=has_token)
     return WorkerPoolConfig(
         endpoints=settings.worker_endpoint or (default_endpoint(settings.run_dir),),
         registration_token=settings.registration_token,

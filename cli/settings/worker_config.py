@@ -1,7 +1,7 @@
 """Turns settings into the worker's frozen configuration. Pure, except that device `auto` looks for a GPU."""
 
 from octavo.cli.errors import usage
-from octavo.cli.settings.addresses import default_endpoint
+from octavo.cli.settings.addresses import default_endpoint, require_proofs
 from octavo.cli.settings.groups import WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.worker.config import (
@@ -21,8 +21,11 @@ from octavo.worker.config import (
 
 
 def worker_config(settings: WorkerSettings) -> WorkerConfig:
-    """The worker's configuration. Raises CliError if there is not exactly one model, or only one CURVE key."""
+    """The worker's configuration. Raises CliError if there is not exactly one model, only one CURVE key, or a gateway's
+    endpoint that cannot be dialled."""
     name, checkpoint = split_model(only_model(settings))
+    curve, has_token = _curve(settings), bool(settings.registration_token)
+    require_proofs("--gateway-endpoint", settings.gateway_endpoint, has_key=curve is not None, has_token=has_token)
     device = pick_device(settings.device) if settings.runner == "torch" else "cpu"
     max_gap_s, max_gap_steps = longest_gap(device, settings.max_gap_ms)
     return WorkerConfig(
@@ -70,7 +73,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         drain_grace_s=settings.drain_grace_s,
         stall_exit_s=settings.stall_exit_s,
         registration_token=settings.registration_token,
-        curve=_curve(settings),
+        curve=curve,
         metrics_host=settings.metrics_host,
         metrics_port=settings.worker_metrics_port,
         audit_every_steps=settings.audit_every_steps,

@@ -1,5 +1,6 @@
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -248,3 +249,24 @@ def test_a_model_is_expected_by_the_name_that_its_worker_gives_it(
     for model in ("folder", str(tmp_path / "folder"), "./folder", "link", "folio-chat", "Org/model"):
         assert name_of_model(model) == served_name(model)
     assert name_of_model("x=folder") == "x"
+
+
+GATEWAY, WORKER = (GatewaySettings, gateway_config), (WorkerSettings, worker_config)
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "flag", "why"),
+    [
+        (GATEWAY, {"worker_endpoint": ("x",)}, "--worker-endpoint", "neither ipc"),
+        (GATEWAY, {"worker_endpoint": ("tcp://127.0.0.1:5",)}, "--worker-endpoint", "open to every process"),
+        (GATEWAY, {"control_endpoint": "ipc://x"}, "--control-endpoint", "absolute path"),
+        (GATEWAY, {"peer_endpoint": ("tcp://a",)}, "--peer-endpoint", "expected tcp://host:port"),
+        (WORKER, {"gateway_endpoint": ("tcp://a:99999",)}, "--gateway-endpoint", "a port from 0 to 65535"),
+        (WORKER, {"gateway_endpoint": ("tcp://a:1",), "registration_token": "w"}, "--gateway-endpoint", "CURVE"),
+    ],
+)
+def test_a_bad_endpoint_is_told_with_its_flag(command: Any, given: dict[str, object], flag: str, why: str) -> None:
+    settings, config = command
+    with pytest.raises(CliError, match=why) as caught:
+        config(settings(**given))
+    assert (caught.value.what, caught.value.exit_code) == (f"bad value for {flag}", 2)
