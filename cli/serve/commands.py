@@ -49,13 +49,18 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     from octavo.cli.serve.launch import THREADS_OF_PROCESS
     from octavo.cli.serve.ports import require_threads
     from octavo.cli.serve.preflight import warn_of_variables
+    from octavo.cli.settings.addresses import make_folders_of_sockets
     from octavo.cli.settings.gateway_config import check_access, gateway_config
     from octavo.gateway.main import main
 
+    settings = resolved.settings
     warn_of_variables()
-    check_access(resolved.settings)
+    check_access(settings)
     require_threads(THREADS_OF_PROCESS)
-    return main(gateway_config(resolved.settings), drained_code=drained_code)
+    config = gateway_config(settings)
+    make_folders_of_sockets("--worker-endpoint", settings.worker_endpoint)
+    make_folders_of_sockets("--control-endpoint", [settings.control_endpoint] if settings.control_endpoint else [])
+    return main(config, drained_code=drained_code)
 
 
 @told_to_supervisor

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from octavo.cli.errors import shorten, usage
+from octavo.cli.errors import CliError, shorten, usage
 from octavo.cli.whole_number import whole_number
 from octavo.wire.endpoints import Endpoint, EndpointError, parse_endpoint, require_proof
-from octavo.wire.run_dir import default_run_dir
+from octavo.wire.run_dir import RunDirError, default_run_dir, ensure_run_dir
 
 
 def join_address(host: str, port: int) -> str:
@@ -50,3 +50,15 @@ def require_proofs(flag: str, addresses: Iterable[str], *, has_key: bool, has_to
         except EndpointError as error:
             advice = "docs/several-hosts.md tells which keys go where; an ipc:// address needs none"
             raise usage(f"bad value for {flag}", str(error), advice) from None
+
+
+def make_folders_of_sockets(flag: str, addresses: Iterable[str]) -> None:
+    """Make the folders of ipc endpoints, or check them: whoever can enter one can pass for a worker. Raises CliError,
+    which a start would blame on the run directory."""
+    for endpoint in endpoints_of(flag, addresses):
+        try:
+            if endpoint.path is not None:
+                ensure_run_dir(endpoint.path.parent)
+        except RunDirError as error:
+            advice = f"mend the folder, or name another with {flag}"
+            raise CliError(f"the folder of {flag} cannot be used", str(error), advice) from None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.errors import CliError
-from octavo.cli.settings.addresses import default_endpoint, join_address
+from octavo.cli.settings.addresses import default_endpoint, join_address, make_folders_of_sockets
 from octavo.cli.settings.gateway_config import gateway_config
 from octavo.cli.settings.groups import GatewaySettings, WorkerSettings
 from octavo.cli.settings.model_names import name_of_model, split_model
@@ -270,3 +270,13 @@ def test_a_bad_endpoint_is_told_with_its_flag(command: Any, given: dict[str, obj
     with pytest.raises(CliError, match=why) as caught:
         config(settings(**given))
     assert (caught.value.what, caught.value.exit_code) == (f"bad value for {flag}", 2)
+
+
+def test_a_folder_of_a_socket_that_others_can_enter_is_told_with_its_flag(tmp_path: Path) -> None:
+    make_folders_of_sockets("--worker-endpoint", [f"ipc://{tmp_path}/new/w.sock", "tcp://127.0.0.1:5"])
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(CliError, match=f"has mode 0755.*chmod 700 {tmp_path}/open") as caught:
+        make_folders_of_sockets("--worker-endpoint", [f"ipc://{tmp_path}/open/w.sock"])
+    assert caught.value.what == "the folder of --worker-endpoint cannot be used"
+    assert caught.value.change == "mend the folder, or name another with --worker-endpoint"
