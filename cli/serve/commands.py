@@ -42,10 +42,9 @@ def serve(resolved: Resolved[ServeSettings]) -> int:
 def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
     drained_code = EXIT_DRAINED if has_supervisor() else 0
-    die_with_supervisor()
     # Before numpy is imported, which would start a thread for each core; a gateway multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog)
+    _begin()
     from octavo.cli.serve.launch import THREADS_OF_PROCESS
     from octavo.cli.serve.ports import require_threads
     from octavo.cli.serve.preflight import warn_of_variables
@@ -66,8 +65,7 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
 @told_to_supervisor
 def openai(resolved: Resolved[FrontSettings]) -> int:
     """OpenAI's HTTP interface in front of gateways of this host."""
-    die_with_supervisor()
-    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog)
+    _begin()
     from octavo.gateway.config import TlsConfig
     from octavo.gateway.front.main import FrontConfig, main
 
@@ -90,8 +88,7 @@ def openai(resolved: Resolved[FrontSettings]) -> int:
 @told_to_supervisor
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
-    die_with_supervisor()
-    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog)
+    _begin()
     from octavo.cli.serve.launch import threads_of_worker
     from octavo.cli.serve.ports import require_address, require_free, require_threads
     from octavo.cli.serve.preflight import (
@@ -125,6 +122,12 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
     if resolved.settings.worker_metrics_port:
         require_free(resolved.settings.metrics_host, resolved.settings.worker_metrics_port, "worker_metrics_port")
     return main(worker_config(resolved.settings))
+
+
+def _begin() -> None:
+    """What each process of a service does first."""
+    die_with_supervisor()
+    import octavo.wire.logs  # noqa: F401  (before all else that imports structlog, with which rich would come)
 
 
 PROCESSES: dict[str, tuple[type[Settings], Callable[[Resolved[Any]], int]]] = {
