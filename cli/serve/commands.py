@@ -117,11 +117,12 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
         check_numbers(resolved.settings)
         check_revision(resolved.settings.model, resolved.settings.revision)
         check_model(only_model(resolved.settings), resolved.settings)
+    config = worker_config(resolved.settings)
     # Before the model is loaded, which may take minutes.
     require_address(resolved.settings.metrics_host, "metrics_host")
     if resolved.settings.worker_metrics_port:
         require_free(resolved.settings.metrics_host, resolved.settings.worker_metrics_port, "worker_metrics_port")
-    return main(worker_config(resolved.settings))
+    return main(config)
 
 
 def _begin() -> None:
