@@ -89,8 +89,8 @@ _OF_SETTINGS = frozenset({"EndpointError", "AddressError", "KeyFileError", "Trac
 """Those of them that say that a setting is wrong."""
 
 
-def explain(error: BaseException) -> CliError:
-    """The three lines for any exception."""
+def explain(error: BaseException, *, address: str = "--host and --port") -> CliError:
+    """The three lines for any exception. address: the flags by which the command is told where a service is."""
     if isinstance(error, CliError):
         return error
     name = type(error).__name__
@@ -103,7 +103,7 @@ def explain(error: BaseException) -> CliError:
     if hasattr(error, "format_message"):  # typer's own complaints about a command line
         return _of_command_line(error)
     if hasattr(error, "reason") and hasattr(error, "code"):
-        return _of_call(error)
+        return _of_call(error, address)
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return CliError(
             "a port is busy", str(error), "choose another with --port, --metrics-port or --worker-metrics-port"
@@ -169,14 +169,14 @@ def _of_command_line(error: BaseException) -> CliError:
     return usage("bad command line", head.strip(), f"did you mean {hint}" if hint else f"see `{path} --help`")
 
 
-def _of_call(error: BaseException) -> CliError:
+def _of_call(error: BaseException, address: str) -> CliError:
     """The three lines of an OctavoError."""
     message, reason, code = (getattr(error, name, "") for name in ("message", "reason", "code"))
     fields = "; ".join(f"{each.field}: {each.description}" for each in getattr(error, "violations", ()))
     if not reason and getattr(code, "name", "") == "UNAVAILABLE":
         if any(word in message for word in ("Socket closed", "handshake", "SSL")):
             return CliError("no connection", message, "is it TLS? see --tls, --tls-ca-file and --client-cert-file")
-        return CliError("no service answers", message, "start one with `octavo serve`, or give its --host and --port")
+        return CliError("no service answers", message, f"start one with `octavo serve`, or give its {address}")
     if found := re.search(r"message larger than max \((\d+) vs\. (\d+)\)", message):
         size, limit = map(int, found.groups())
         return CliError(

@@ -281,11 +281,16 @@ def verify(
     if rounding or against is not None:
         return run_rounding(served, against=against, num_prompts=prompts, max_new_tokens=max_new_tokens)
     if address is not None:
+        from octavo.cli.explain import explain
         from octavo.cli.tools.verify_service import verify_service
+        from octavo.client.errors import OctavoError
 
         host, port = split_address(address)
         settings = ClientSettings(**resolved.settings.model_dump(), host=host, port=port, model_name=model_name)
-        return verify_service(settings, served, num_prompts=prompts, max_new_tokens=max_new_tokens)
+        try:
+            return verify_service(settings, served, num_prompts=prompts, max_new_tokens=max_new_tokens)
+        except OctavoError as error:
+            raise explain(error, address="--address") from error
     return run(served, backends=backend or (), num_prompts=prompts, max_new_tokens=max_new_tokens)
 
 

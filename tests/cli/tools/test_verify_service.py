@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.errors import CliError
+from octavo.cli.main import main
 from octavo.cli.settings.addresses import split_address
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.services.service import Service, environment, serve
@@ -52,6 +53,17 @@ def test_what_is_not_there_is_told_in_a_sentence(service: Service, folder: Path)
     done = verify(str(folder), "--address", "127.0.0.1:9")
     assert done.returncode == 1
     assert "no service answers" in done.stderr
+
+
+def test_where_no_service_answers_the_flag_is_named_that_there_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(folder), "--address", "127.0.0.1:9"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert (told[0], told[-1]) == (
+        "error: no service answers",
+        "  → start one with `octavo serve`, or give its --address",
+    )
 
 
 @pytest.mark.parametrize(
