@@ -261,13 +261,12 @@ def _check_kernels(settings: ServeSettings) -> list[Finding]:
         advice = "install a C compiler (apt install gcc): without one a CPU serves several times slower"
         return [Finding(name="compiler", verdict=Verdict.WARNING, detail="there is no cc", advice=advice)]
     found = [Finding(name="compiler", verdict=Verdict.GOOD, detail=compiler)]
-    from octavo.model.cpu.native import native_library, why_missing
+    from octavo.model.cpu.native import is_switched_off, native_library, why_missing
 
     if native_library() is None:
-        why = why_missing()
-        if why is None or "OCTAVO_NATIVE" in why:
-            advice = "unset OCTAVO_NATIVE"
-            return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail=why or "off", advice=advice)]
+        if is_switched_off():
+            detail, advice = why_missing() or "off", "unset OCTAVO_NATIVE"
+            return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail=detail, advice=advice)]
         advice = f"`{compiler} --version` tells whether it runs; without kernels a CPU serves several times slower"
         return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail="could not be compiled", advice=advice)]
     return [*found, Finding(name="kernels", verdict=Verdict.GOOD, detail="compiled, and loaded")]

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -62,19 +63,27 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 ON, OFF = ("", "on", "1", "true", "yes"), ("off", "0", "false", "no")
 
 
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """why: as part of a sentence; None if nobody wants them. by_switch: OCTAVO_NATIVE says so."""
+
+    why: str | None
+    by_switch: bool = False
+
+
 @cache
-def _outcome() -> ctypes.CDLL | str | None:
-    """The compiled kernels; or why there are none, as part of a sentence; or None if they were switched off."""
+def _outcome() -> ctypes.CDLL | _Missing:
+    """The compiled kernels, or why there are none."""
     word = os.environ.get("OCTAVO_NATIVE", "").strip().lower()
     if word in OFF or os.name != "posix":
-        return None
+        return _Missing(None, by_switch=word in OFF)
     if word not in ON:
-        return f"OCTAVO_NATIVE is {word!r}, neither on nor off"
+        return _Missing(f"OCTAVO_NATIVE is {word!r}, neither on nor off", by_switch=True)
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):
-        return "their sources are not installed"
+        return _Missing("their sources are not installed")
     compiler = _compiler()
     if compiler is None:
-        return "there is no C compiler (cc)"
+        return _Missing("there is no C compiler (cc)")
     try:
         file = _compiled(compiler)
         with suppress(OSError, AttributeError):
@@ -82,9 +91,9 @@ def _outcome() -> ctypes.CDLL | str | None:
         file.unlink()  # the machine stopped before all of it was on disk
         return _load(_compiled(compiler))
     except subprocess.CalledProcessError as error:
-        return f"{compiler} could not compile them{_complaint(error.stderr)}"
+        return _Missing(f"{compiler} could not compile them{_complaint(error.stderr)}")
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        return str(error)
+        return _Missing(str(error))
 
 
 def _complaint(stderr: bytes) -> str:
@@ -106,7 +115,13 @@ def native_library() -> ctypes.CDLL | None:
 def why_missing() -> str | None:
     """Why there are no kernels, as part of a sentence; None if there are, or they were switched off."""
     outcome = _outcome()
-    return outcome if isinstance(outcome, str) else None
+    return outcome.why if isinstance(outcome, _Missing) else None
+
+
+def is_switched_off() -> bool:
+    """Whether there are no kernels for what OCTAVO_NATIVE says."""
+    outcome = _outcome()
+    return isinstance(outcome, _Missing) and outcome.by_switch
 
 
 def kernels_arithmetic() -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools.doctor_model import _check_kernels
 from octavo.model.cpu import native
 
 
@@ -47,6 +49,26 @@ def test_an_unknown_word_of_the_switch_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("OCTAVO_NATIVE", "perhaps")
     assert native.native_library() is None
     assert native.why_missing() == "OCTAVO_NATIVE is 'perhaps', neither on nor off"
+
+
+def test_what_the_switch_says_is_told_from_what_else_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason names: it may have any path in it."""
+    folder = tmp_path / "OCTAVO_NATIVE"
+    folder.mkdir()
+    compiler = folder / "cc"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    told = []
+    for word in ("", "off", "perhaps"):
+        monkeypatch.setenv("OCTAVO_NATIVE", word)
+        forget_the_library()
+        assert native.native_library() is None
+        findings = _check_kernels(ServeSettings(device="cpu"))
+        told.append((native.is_switched_off(), findings[-1].advice == "unset OCTAVO_NATIVE"))
+    assert told == [(False, False), (True, True), (True, True)]
 
 
 def test_a_compiler_that_fails_means_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
