@@ -148,7 +148,7 @@ def sizing(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """How many streams of a context fit beside a model into a device's memory; downloads nothing, asks no device."""
-    from octavo.cli.tools.sizing import Asked, shortest_context
+    from octavo.cli.tools.sizing import Asked
     from octavo.cli.tools.sizing import sizing as run
 
     if markdown and json:
@@ -161,12 +161,11 @@ def sizing(
             raise usage(f"bad value for --{name}", f"--{name} is {value!r}", f"give one of {', '.join(words)}")
     asked = Asked(
         memory_gib=tuple(dict.fromkeys(memory)) if memory else Asked().memory_gib,
-        context=shortest_context(models or ()) if context is None else context,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         memory_fraction=memory_fraction,
     )
-    return run(models or (), asked, form="json" if json else "markdown" if markdown else "table")
+    return run(models or (), asked, context=context, form="json" if json else "markdown" if markdown else "table")
 
 
 # The options of `verify`. The first ones say what a worker would be told, and are named as its flags are.

@@ -8,7 +8,7 @@ how many blocks it has.
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,10 @@ class Sized:
 
 def size(model: str, asked: Asked) -> Sized:
     """Raises CliError, CheckpointError, ConfigError for something that is not a model, or has a shorter context."""
+    return _size(*_config_of(model), asked)
+
+
+def _size(name: str, config: "ModelConfig", asked: Asked) -> Sized:
     import torch
 
     from octavo.model import CausalLM
@@ -88,7 +92,6 @@ def size(model: str, asked: Asked) -> Sized:
     from octavo.model.layers.linear import Linear
     from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds, activation_bytes, size_pool, weights_bytes
 
-    name, config = _config_of(model)
     if asked.context > config.context_len:
         numbers = f"--context is {asked.context:,}, and {name} has {config.context_len:,} positions"
         raise usage("the context is longer than the model's", numbers, "give a smaller --context")
@@ -147,14 +150,13 @@ def _config_of(model: str) -> "tuple[str, ModelConfig]":
     raise usage("the shape of this model is not known", f"{model} is not on this machine", advice)
 
 
-def shortest_context(models: Sequence[str]) -> int:
-    """CONTEXT, or what the shortest of the models takes. Raises as `size`."""
-    return min([CONTEXT, *(_config_of(model)[1].context_len for model in models)])
-
-
-def sizing(models: Sequence[str], asked: Asked, *, form: str) -> int:
-    """Print the table. form: table, markdown or json."""
-    found = [size(model, asked) for model in models or PUBLISHED]
+def sizing(models: Sequence[str], asked: Asked, *, context: int | None, form: str) -> int:
+    """Print the table. context: instead of `asked`'s; None: CONTEXT, or what the shortest of the models takes. form:
+    table, markdown or json."""
+    shapes = [_config_of(model) for model in models or PUBLISHED]
+    shortest = min(CONTEXT, *(config.context_len for _, config in shapes))
+    asked = replace(asked, context=shortest if context is None else context)
+    found = [_size(name, config, asked) for name, config in shapes]
     if form == "json":
         named = [asdict(each) | {"streams": {f"{gib:g}": num for gib, num in each.streams.items()}} for each in found]
         print(json.dumps(named))  # noqa: T201

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from octavo.cli.app import whole_app
 from octavo.cli.errors import CliError
+from octavo.cli.tools import sizing
 from octavo.cli.tools.sizing import GIB, PUBLISHED, Asked, size
 from octavo.model import CausalLM, ModelConfig, load_model
 from octavo.model.attention.kv_pool import kv_block_bytes
@@ -95,6 +96,13 @@ def test_a_context_that_nobody_gave_is_no_longer_than_the_models() -> None:
     assert unset == given
     assert unset.startswith("streams of 2,048 tokens at once")
     assert printed("sizing", "Qwen3-8B").startswith("streams of 4,096 tokens at once")
+
+
+def test_a_config_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, config_of = [], sizing._config_of
+    monkeypatch.setattr(sizing, "_config_of", lambda model: read.append(model) or config_of(model))
+    printed("sizing", "folio-chat", "Qwen3-8B")
+    assert read == ["folio-chat", "Qwen3-8B"]
 
 
 def test_a_folder_is_read_although_its_name_is_that_of_a_published_model(tmp_path: Path) -> None:
