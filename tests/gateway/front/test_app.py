@@ -247,6 +247,21 @@ async def test_what_cannot_be_reached_is_not_told_by_its_address(tmp_path: Path)
     assert answer.json["error"]["message"] == "the service does not answer"
 
 
+async def test_a_body_that_says_it_is_too_long_is_not_waited_for() -> None:
+    app, sent = make_app([], max_body_bytes=1 << 20), list[Any]()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1",
+        "headers": [(b"content-length", str((1 << 20) + 1).encode())],
+    }  # fmt: skip
+    async with asyncio.timeout(20):
+        await app(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # nothing comes
+    assert sent[0]["status"] == 413
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_who_has_to_wait_is_told_at_once_how_long(front: Callable[..., Any], path: str) -> None:
     """The front waited itself, three times, and said one second then."""
