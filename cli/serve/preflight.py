@@ -263,6 +263,9 @@ def check_numbers(settings: ServeSettings | WorkerSettings) -> None:
     if settings.attention_backend not in BACKENDS:
         numbers = f"--attention-backend is {settings.attention_backend!r}, which is none of them"
         raise usage("bad value for --attention-backend", numbers, f"give one of {', '.join(BACKENDS)}")
+    if settings.check_numerics_limit is not None and settings.check_numerics == "off":
+        numbers = f"--check-numerics-limit is {settings.check_numerics_limit:g}, and nothing is checked against it"
+        raise usage("--check-numerics-limit needs --check-numerics on", numbers, "give both, or neither")
 
 
 def _check_gpu(device: str, version: str, cuda: str, count: str) -> None:

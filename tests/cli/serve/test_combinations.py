@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("nothing_set")
         ("--device cpu --deterministic --dtype float16", "for bfloat16 and float32, not float16"),
         ("--device cpu --deterministic --attention-backend sdpa", "no --attention-backend and no --check-numerics"),
         ("--device cpu --deterministic --check-numerics on", "no --attention-backend and no --check-numerics"),
+        ("--device cpu --check-numerics-limit 9", "is 9, and nothing is checked against it"),
         ("--device cpu --num-threads 100000", "less than or equal to 1024"),  # the C library died of so many
     ],
 )
