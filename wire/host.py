@@ -26,14 +26,20 @@ def pid_namespace() -> str:
 MAX_DESCRIPTORS = 65_536  # more than a process of ours can use; a table for millions takes memory
 
 
+def most_descriptors() -> int:
+    """Files that a process of ours may open, once it has called `raise_descriptor_limit`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    return wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
+
+
 def raise_descriptor_limit() -> int:
     """Let this process open as many files as its hard limit allows. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft if soft != resource.RLIM_INFINITY else MAX_DESCRIPTORS
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
+    limit = most_descriptors()
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 _PROBE_STACK_BYTES = 64 << 10

@@ -21,6 +21,7 @@ from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import check_revision, is_local, split_model
 from octavo.cli.settings.setting import ENV_PREFIX
 from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard, parse_endpoint
+from octavo.wire.host import most_descriptors
 from octavo.wire.keys import KeyFileError, load_keys
 
 OTHER_VARIABLES = frozenset(
@@ -192,6 +193,14 @@ def check_traces() -> None:
         asks_for_traces()
     except TracingError as error:
         raise usage("traces cannot be had", str(error), "or set OTEL_SDK_DISABLED=true") from None
+
+
+def check_connections(settings: ServeSettings) -> None:
+    """Raises TooFewDescriptors if a gateway may not open as many files as it needs for its callers' connections."""
+    from octavo.gateway.config import ConnectionConfig
+    from octavo.gateway.rpc.connections import connection_limits
+
+    connection_limits(ConnectionConfig(max_connections=settings.max_connections), most_descriptors())
 
 
 def check_front(settings: ServeSettings) -> None:

@@ -38,6 +38,7 @@ from octavo.cli.serve.launch import (
 from octavo.cli.serve.placement import GatewayDirectory
 from octavo.cli.serve.ports import free_port, held_port, require_address, require_free, require_threads
 from octavo.cli.serve.preflight import (
+    check_connections,
     check_front,
     check_group_devices,
     check_peers,
@@ -72,13 +73,14 @@ process's own."""
 def serve(settings: ServeSettings) -> int:
     """Serve until a signal ends it. Returns 0.
 
-    Raises CliError, AccessFileError, CheckpointError, CardError if something is wrong before anything was started;
-    CliError if the service could not start or go on.
+    Raises CliError, AccessFileError, CheckpointError, CardError, TooFewDescriptors if something is wrong before
+    anything was started; CliError if the service could not start or go on.
     """
     warn_of_variables()
     check_front(settings)
     check_exposed(settings)
     check_access(settings)
+    check_connections(settings)
     check_peers(settings)
     if settings.cluster:
         check_workers_elsewhere(settings)

@@ -41,7 +41,14 @@ from octavo.worker.loading.compilers import MAX_PROCESSES, CompilerProcesses
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.loaded import Loaded, Meanwhile, scheduler_config
-from octavo.worker.loading.memory import is_small, keep_freed_memory, memory_needs, prefer_huge_pages, size_pool
+from octavo.worker.loading.memory import (
+    is_small,
+    keep_freed_memory,
+    memory_needs,
+    prefer_huge_pages,
+    require_blocks,
+    size_pool,
+)
 from octavo.worker.loading.model_card import Described, describe, served_name
 from octavo.worker.loading.progress import OnProgress, staged
 from octavo.worker.loading.warmup import WarmRunner, warm_up
@@ -237,6 +244,15 @@ def _load_weights(
     check_kernels(model_config.head_dim, device, has_cuda_runner=has_cuda_runner)
     check_format(wanted, device, is_packed=is_packed, has_cuda_runner=has_cuda_runner)
     check_cache_dtype(config.kv_cache_dtype, device, is_deterministic=is_deterministic)
+    if config.num_blocks is not None:
+        require_blocks(
+            config.num_blocks,
+            model_config,
+            block_size=config.block_size,
+            kv_dtype=cache_dtype(config.kv_cache_dtype) or model_config.computed_in(dtype),
+            device=device,
+            num_ranks=ranks.size,
+        )
     if device.type == "cpu":
         on_progress("compiling_kernels", None, None)
         native_library()

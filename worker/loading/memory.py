@@ -163,6 +163,28 @@ def _check_asked(needs: MemoryNeeds, num_blocks: int) -> None:
         raise DoesNotFit("a KV cache needs blocks", f"--num-blocks is {num_blocks}", "try 1 or more, or leave it out")
 
 
+def require_blocks(
+    num_blocks: int,
+    config: ModelConfig,
+    *,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int,
+) -> None:
+    """Raises DoesNotFit if the device could not hold so many blocks even if nothing else was there: before weights are
+    loaded, which may take minutes. Ranks on GPUs have a part of each block."""
+    block_bytes = kv_block_bytes(config, block_size=block_size, dtype=kv_dtype)
+    if device.type == "cuda":
+        block_bytes = max(block_bytes // num_ranks, 1)
+    if num_blocks * block_bytes > (total := total_bytes(device)):
+        raise DoesNotFit(
+            f"{num_blocks} KV blocks of {block_size} tokens ({_gib(num_blocks * block_bytes)}) do not fit in memory",
+            f"there are {_gib(total)}, for weights as well",
+            f"try fewer than {total // block_bytes} --num-blocks, or leave it out",
+        )
+
+
 def _round_down(tokens: int) -> int:
     """Rounded down to a multiple of 256, for readability; unchanged below 256."""
     return tokens // 256 * 256 or tokens
@@ -176,15 +198,26 @@ def available_host_bytes(cgroup: Path = _CGROUP) -> int:
     """Free memory for a process on this host: the smaller of what the kernel reports as available and what the
     container's limit leaves."""
     available = int(psutil.virtual_memory().available)
-    if (cgroup / "memory").is_dir():  # the first version of cgroups
-        cgroup /= "memory"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    else:
-        names = ("memory.max", "memory.current", "inactive_file")
-    limit, used = (_read_number(cgroup / name) for name in names[:2])
+    folder, names = _counters(cgroup)
+    limit, used = (_read_number(folder / name) for name in names[:2])
     if limit is None or used is None:
         return available
-    return min(available, max(limit - used + _given_back(cgroup / "memory.stat", names[2]), 0))
+    return min(available, max(limit - used + _given_back(folder / "memory.stat", names[2]), 0))
+
+
+def total_host_bytes(cgroup: Path = _CGROUP) -> int:
+    """All memory of this host, or of the container."""
+    folder, (limit_file, *_) = _counters(cgroup)
+    total, limit = int(psutil.virtual_memory().total), _read_number(folder / limit_file)
+    return total if limit is None else min(total, limit)
+
+
+def _counters(cgroup: Path) -> tuple[Path, tuple[str, str, str]]:
+    """Where a container's memory is counted: the folder; the limit's file, the use's, and the name of reclaimable cache
+    in memory.stat."""
+    if (cgroup / "memory").is_dir():  # the first version of cgroups
+        return cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return cgroup, ("memory.max", "memory.current", "inactive_file")
 
 
 def _read_number(path: Path) -> int | None:
@@ -255,6 +288,13 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_host_bytes()
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return total_host_bytes()
 
 
 def weights_bytes(model: CausalLM) -> int:

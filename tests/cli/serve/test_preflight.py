@@ -250,6 +250,13 @@ def test_too_few_threads_are_told_before_anything_starts(
     ]
 
 
+def test_more_connections_than_files_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--max-connections", "65536", "--device", "cpu"]) == 1
+    told = lines(capsys)
+    assert told[0] == "error: too few files may be open"
+    assert told[1].startswith("--max-connections 65536 is more than the ")
+
+
 def test_a_workers_busy_port_is_told_before_its_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.parallel import ALONE
 from octavo.worker.config import WorkerConfig
-from octavo.worker.loading import memory
+from octavo.worker.loading import loader, memory
 from octavo.worker.loading.loader import prepare
-from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, available_host_bytes, is_small, size_pool
+from octavo.worker.loading.memory import (
+    GIB,
+    DoesNotFit,
+    MemoryNeeds,
+    available_host_bytes,
+    is_small,
+    size_pool,
+    total_host_bytes,
+)
 from tests.support.model.checkpoints import write_tiny_checkpoint
 
 NEEDS = MemoryNeeds(
@@ -127,6 +135,25 @@ def test_a_step_that_leaves_no_room_for_a_block_is_told_as_such_and_not_as_a_num
     with pytest.raises(DoesNotFit, match=r"the largest step .* does not fit beside the weights") as error:
         size_pool(replace(NEEDS, activation_bytes=NEEDS.available_bytes), num_blocks=256)
     assert error.value.change == "try a smaller --max-batch-tokens or --max-num-seqs, or a smaller model"
+
+
+def test_blocks_beyond_all_memory_are_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "load_model", None)
+    config = WorkerConfig(
+        model=str(write_tiny_checkpoint(tmp_path)), gateway_endpoints=("ipc:///a",), device="cpu", num_blocks=2**26
+    )
+    with pytest.raises(DoesNotFit, match=r"^67108864 KV blocks of 16 tokens .* do not fit in memory") as error:
+        prepare(config, lambda *progress: None)
+    assert "for weights as well" in error.value.numbers
+    assert "--num-blocks, or leave it out" in error.value.change
+
+
+def test_all_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    assert total_host_bytes(tmp_path) > 1 << 24
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert total_host_bytes(tmp_path) == 1_000_000
 
 
 def test_a_container_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -> None:
