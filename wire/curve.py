@@ -1,14 +1,21 @@
 """CURVE on sockets: the clients that a server accepts, the server that a client trusts. Both sides prove their keys."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from octavo.wire.endpoints import Transport, parse_endpoint
 from octavo.wire.keys import KeyPair
 from octavo.wire.options import ZAP_DOMAIN, new_dealer
+
+TELL_AGAIN_S = 60.0
+MAX_TOLD = 1_000
+OnRefused = Callable[[str, str], None]
+"""on_refused(address, key): the host that a client called from, and its public key (Z85)."""
 
 
 class AllowList:
@@ -25,12 +32,53 @@ class AllowList:
         return is_allowed
 
 
+class Seldom:
+    """Passes a refusal on, once a minute for each address: a client that is refused tries again every second."""
+
+    def __init__(self, on_refused: OnRefused, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_refused = on_refused
+        self._clock = clock
+        self._told_s: dict[str, float] = {}  # by address, the oldest first
+
+    def refused(self, address: str, key: str) -> None:
+        """Of more than MAX_TOLD addresses in a minute the others are passed over."""
+        now_s = self._clock()
+        while self._told_s and now_s - next(iter(self._told_s.values())) >= TELL_AGAIN_S:
+            del self._told_s[next(iter(self._told_s))]
+        if address not in self._told_s and len(self._told_s) < MAX_TOLD:
+            self._told_s[address] = now_s
+            self._on_refused(address, key)
+
+
+class _Authenticator(ThreadAuthenticator):
+    """Knows also from where a client that is refused has called, which a provider of credentials is not told."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_list: AllowList, on_refused: OnRefused) -> None:
+        super().__init__(context)
+        self._allow_list = allow_list
+        self._on_refused = on_refused
+
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        """Answer one request: version, its id, domain, address, identity, mechanism, credentials."""
+        num_refused = self._allow_list.num_refused
+        await super().handle_zap_message(msg)
+        if self._allow_list.num_refused > num_refused:
+            address = msg[3].decode("ascii", "replace").removeprefix("::ffff:")  # IPv4, at a socket for both
+            self._on_refused(address, z85.encode(msg[6]).decode())
+
+
 class CurveGuard:
     """Answers ZeroMQ's authentication requests for one context, in its own thread, until closed."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allowed_keys: Iterable[bytes]) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        allowed_keys: Iterable[bytes],
+        on_refused: OnRefused = lambda address, key: None,
+    ) -> None:
+        """on_refused: called in that thread, see `Seldom`."""
         self.allow_list = AllowList(allowed_keys)
-        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator = _Authenticator(context, self.allow_list, Seldom(on_refused).refused)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=self.allow_list)
 

@@ -67,7 +67,7 @@ class RouterLink:
         try:
             if keys is not None:
                 allowed = [load_public_key(path) for path in self._config.allowed_key_files]
-                self._guard = CurveGuard(self._context, allowed)
+                self._guard = CurveGuard(self._context, allowed, _log_refusal)
             for endpoint in endpoints:
                 self._sockets.append(self._bind(endpoint, keys))
         except BaseException:
@@ -119,6 +119,10 @@ class RouterLink:
         self._stats.received_messages += 1
         self._stats.received_bytes += len(frame)
         self._on_frame(peer, frame)
+
+
+def _log_refusal(address: str, key: str) -> None:
+    log.warning("unknown_key_refused", address=address, public_key=key)
 
 
 class _RouterSocket:

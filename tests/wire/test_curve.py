@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from octavo.wire.curve import CurveGuard, secure_client, secure_server
+from octavo.wire.curve import MAX_TOLD, CurveGuard, Seldom, secure_client, secure_server
 from octavo.wire.keys import KeyPair, generate_keys
 from octavo.wire.options import new_dealer, new_router
 
@@ -22,7 +22,10 @@ class Server:
     def __init__(self, stack: ExitStack) -> None:
         self.keys, self.client_keys = generate_keys(), generate_keys()
         self.context = stack.enter_context(zmq.Context())
-        self.guard = CurveGuard(self.context, [self.client_keys.public])
+        self.refused: list[tuple[str, str]] = []
+        self.guard = CurveGuard(
+            self.context, [self.client_keys.public], lambda address, key: self.refused.append((address, key))
+        )
         stack.callback(self.guard.close)
         self.socket = stack.enter_context(new_router(self.context))
         secure_server(self.socket, self.keys)
@@ -70,9 +73,26 @@ def test_a_listed_key_gets_in(server: Server, client: "zmq.Socket[bytes]") -> No
 
 
 def test_an_unlisted_key_does_not(server: Server, client: "zmq.Socket[bytes]") -> None:
-    secure_client(client, generate_keys(), server.keys.public)
+    """And is told, once, with the host that it came from, however often it tries again."""
+    keys = generate_keys()
+    secure_client(client, keys, server.keys.public)
     assert not server.overhears(client)
     assert server.refuses()
+    server.guard.close()
+    assert server.refused == [("127.0.0.1", keys.public.decode())]
+
+
+def test_refusals_are_told_once_a_minute_for_each_address_and_never_too_many() -> None:
+    told: list[str] = []
+    tries = [(0.0, "a"), (1.0, "a"), (2.0, "b"), (59.0, "a"), (60.0, "a"), (61.0, "b"), (62.0, "b")]
+    times_s = [now_s for now_s, _ in tries] + [63.0] * 3 * MAX_TOLD
+    seldom = Seldom(lambda address, key: told.append(address), clock=iter(times_s).__next__)
+    for _, address in tries:
+        seldom.refused(address, "key")
+    assert told == ["a", "b", "a", "b"]
+    for number in range(3 * MAX_TOLD):
+        seldom.refused(str(number), "key")
+    assert len(told) == MAX_TOLD + 2
 
 
 def test_a_client_that_expects_another_server_does_not(server: Server, client: "zmq.Socket[bytes]") -> None:
