@@ -299,8 +299,7 @@ class WorkerPool:
         if record is None:
             self.stats.stale_messages += 1
             return [], []
-        gap = self._registry.on_sequence(record, message.seq)
-        if gap:
+        if gap := self._registry.on_sequence(record, message.seq):
             self.stats.sequence_gaps += 1
             return gap, []
         record.take_step(now_s)
@@ -324,7 +323,8 @@ class WorkerPool:
                 self.stats.kv_events += len(message.events)
                 self._prefixes.apply(record, message)
             case AdminReply():
-                self.stats.late_outputs += not self._queries.take(record.incarnation, message)
+                if not self._queries.take(record.incarnation, message):
+                    self.stats.late_outputs += 1
             case Leaving():
                 return self._registry.on_leaving(record, message.reason)
         return []
