@@ -16,8 +16,6 @@ RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 MAX_BACKLOG = 512  # connections not yet accepted
 ZAP_DOMAIN = b"octavo"
-# Plain numbers: pyzmq's enumerations take long to combine.
-_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def new_router(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
@@ -41,12 +39,6 @@ def new_dealer(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]"
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket
-
-
-def is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message has arrived. Half of what a poller of one socket costs, or asking for a message that is not
-    there: pyzmq's error looks up the system's text."""
-    return bool(int(socket.getsockopt(_EVENTS)) & _READABLE)
 
 
 def _set_common(socket: "zmq.Socket[bytes]") -> None:

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from octavo.wire.codec import MAX_FRAME_BYTES, MAX_TO_WORKER_BYTES
-from octavo.wire.options import is_readable, new_dealer, new_router
+from octavo.wire.options import new_dealer, new_router
 
 WAIT_MS = 30_000  # for what comes: the machine may pause
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
@@ -68,14 +68,3 @@ def test_an_oversized_frame_cuts_its_sender_off_and_nobody_else(context: Context
         assert not router.poll(100)
         large.disable_monitor()
         monitor.close()
-
-
-def test_a_socket_is_readable_once_something_has_come(context: Context) -> None:
-    with new_router(context) as router, new_dealer(context) as dealer:
-        router.bind("tcp://127.0.0.1:*")
-        dealer.connect(str(router.get_string(zmq.LAST_ENDPOINT)))
-        assert not is_readable(router)
-        assert dealer.poll(WAIT_MS, zmq.POLLOUT)
-        dealer.send(b"x", zmq.NOBLOCK)
-        assert router.poll(WAIT_MS)
-        assert is_readable(router)

@@ -22,7 +22,6 @@ from zmq.utils.monitor import recv_monitor_message
 from octavo.wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
 from octavo.wire.curve import CurveKeys, new_gateway_dealer
 from octavo.wire.messages import GatewayLeaving, NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
-from octavo.wire.options import is_readable
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, LinkStats, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport.registration import LinkState, Registration
@@ -54,6 +53,11 @@ class BacklogFull(Exception):
     """The gateway has stopped reading; give it up."""
 
 
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    # Half of what a poller of one socket, or a message that is not there, costs.
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
 class GatewaySocket:
     """One DEALER towards one gateway, with a monitor that reports when its connection is made and breaks. Reconnects by
     itself. For one thread; knows nothing of what messages mean."""
@@ -69,7 +73,7 @@ class GatewaySocket:
     def transitions(self) -> list[Transition]:
         """What happened to the connection since the last call. Never blocks."""
         happened = []
-        while is_readable(self.monitor):
+        while _is_readable(self.monitor):
             if (event := int(recv_monitor_message(self.monitor)["event"])) in _EVENTS:
                 happened.append(_EVENTS[event])
         return happened
@@ -78,7 +82,7 @@ class GatewaySocket:
         """Up to ``limit`` messages that have arrived; of several frames only the last counts. Never blocks."""
         frames: list[bytes] = []
         with suppress(zmq.Again):
-            while len(frames) < limit and is_readable(self.socket):
+            while len(frames) < limit and _is_readable(self.socket):
                 frames.append(self.socket.recv_multipart(zmq.NOBLOCK)[-1])
         return frames
 
