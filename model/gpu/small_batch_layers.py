@@ -9,6 +9,7 @@ Legend: B sequences · D model dim · N query heads · H head dim · I intermedi
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -111,7 +112,8 @@ def cuts_of(config: ModelConfig, *, number_bytes: int = 2) -> SmallBatchCuts:
         head=cut(4, D, of_lane=MAX_ELEMENTS_OF_LANE),
         attention=_attention_cut_of(config, number_bytes),
     )
-    return replace(cuts, **MEASURED.get((D, A, I), {})) if number_bytes == 2 else cuts
+    measured: dict[str, Any] = MEASURED.get((D, A, I), {}) if number_bytes == 2 else {}
+    return replace(cuts, **measured)
 
 
 def _attention_cut_of(config: ModelConfig, number_bytes: int) -> AttentionCut:
