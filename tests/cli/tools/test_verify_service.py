@@ -46,13 +46,11 @@ def test_a_service_is_verified_over_grpc(service: Service, folder: Path, tmp_pat
 
 
 @pytest.mark.alone
-def test_what_is_not_there_is_told_in_a_sentence(service: Service, folder: Path) -> None:
-    done = verify(str(folder), "--address", service.target, "--model-name", "absent")
-    assert done.returncode == 2
-    assert "the service serves tiny" in done.stderr
-    done = verify(str(folder), "--address", "127.0.0.1:9")
-    assert done.returncode == 1
-    assert "no service answers" in done.stderr
+def test_a_model_that_is_not_served_is_told_with_those_that_are(
+    service: Service, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(folder), "--address", service.target, "--model-name", "absent"]) == 2
+    assert "the service serves tiny" in capsys.readouterr().err
 
 
 def test_where_no_service_answers_the_flag_is_named_that_there_is(
