@@ -2,9 +2,7 @@
 inputs (model/kernels/products/split_k.py): Gluon has no interpreter, so on a Hopper GPU alone. What is compiled for one
 is looked at anywhere."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +35,7 @@ from octavo.model.kernels.products.split_k import (
     gate_up_reference,
     split_k_product,
 )
+from tests.support.forks import Forks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")
@@ -51,38 +50,13 @@ CUTS = [
     OverlappingCut(outputs=128, tokens=128, blocks=1, stages=3, splits=19, warps=8),
 ]
 SHAPES = [(1, 96, 192), (8, 130, 448), (17, 64, 64), (33, 160, 896), (130, 160, 4864), (130, 1152, 4864)]
-COMPILE = """
-import subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from octavo.model.kernels.products.overlapping_kernel import overlapping_product_kernel
 
-then, outputs, tokens, blocks, stages, splits, warps = map(int, sys.argv[1:8])
-folder = Path(sys.argv[8])
 
-def tiles(*shape):
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
-    return f"tensordesc<bf16{list(shape)},{layout!r}>"
-
-rows = (2, outputs // 2) if then == 2 else (outputs,)
-types = dict(
-    w_desc=tiles(blocks, *rows, 64), x_desc=tiles(blocks, tokens, 64), x_TK="*bf16", out_TO="*bf16", parts="*fp32",
-    arrived="*i32", T="i32", eps="fp32",
-)
-constants = dict(
-    O=640, K=1024, OUTPUTS=outputs, TOKENS=tokens, BLOCKS=blocks, STAGES=stages, SPLITS=splits, TURNS=1, GROUP=16,
-    THEN=then, WARPS=warps, PDL=False,
-)
-source = GluonASTSource(overlapping_product_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
-(folder / "kernel.ptx").write_text(compiled.asm["ptx"])
-tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-command = [tools / "ptxas", "-arch=sm_90a", "-v", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
-print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
-"""
+@pytest.fixture(scope="module")
+def program() -> Iterator[Forks]:
+    """Which compiles one kernel after the other."""
+    with Forks("tests.support.model.assembled", {"TRITON_INTERPRET": "0"}) as forks:
+        yield forks
 
 
 @pytest.mark.skipif(
@@ -99,18 +73,15 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stderr
         (GATE, OverlappingCut(outputs=128, tokens=256, blocks=1, warps=8)),
     ],
 )
-def test_compiled_products_run_beside_each_other(tmp_path: Path, then: int, cut: OverlappingCut) -> None:
+def test_compiled_products_run_beside_each_other(
+    then: int, cut: OverlappingCut, program: Forks, tmp_path: Path
+) -> None:
     """The assembler says so when it has to wait for each, and how many registers it kept elsewhere."""
     numbers = (then, cut.outputs, cut.tokens, cut.blocks, cut.stages, cut.splits, cut.warps)
-    told = subprocess.run(
-        [sys.executable, "-c", COMPILE, *map(str, numbers), str(tmp_path)],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    assert "serialized" not in told.stdout, told.stdout
-    assert " 0 bytes spill stores" in told.stdout
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    told = "\n".join(program.lines("tell_product", str(tmp_path), *numbers, environment=cache))
+    assert "serialized" not in told, told
+    assert " 0 bytes spill stores" in told
     assert "wgmma.mma_async" in (tmp_path / "kernel.ptx").read_text()
     *_, behind = (tmp_path / "kernel.ptx").read_text().split("wgmma.wait_group")
     assert "bar.sync" in behind.split("st.shared")[0], "a warp writes where another may still be multiplying"

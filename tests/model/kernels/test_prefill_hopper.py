@@ -1,10 +1,9 @@
 """Prompt attention for Hopper GPUs: what is compiled for one, anywhere; what it computes, on one."""
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles, prefill_a
 from octavo.model.kernels.attention.prefill_hopper import attend
 from octavo.model.kernels.gluon import KNOWN_VERSIONS
 from octavo.model.kernels.overlap import Overlap
+from tests.support.forks import Forks
 
 needs_compiler = pytest.mark.skipif(
     not triton.__version__.startswith(KNOWN_VERSIONS),
@@ -27,55 +27,24 @@ needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 
-COMPILE = """
-import re, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from octavo.model.kernels.attention import warp_groups as kernel
-from octavo.model.kernels.attention.invariant_hopper import CHUNK_TOKENS
-from octavo.model.kernels.attention.prefill_hopper import FORMS, SUMS
 
-H, S, folder, contexts = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-is_cut = contexts == "cut"
-is_overlapping = not is_cut
-rows = f"tensordesc<bf16[{min(S, kernel.KEYS.value)}, {kernel.COLUMNS.value}],{kernel.SMEM.value!r}>"
-cubes = f"tensordesc<bf16[{kernel.QUERIES.value}, 1, {kernel.COLUMNS.value}],{kernel.SMEM_OF_QUERIES.value!r}>"
-types = dict(
-    q_cubes=cubes, k_rows=rows, v_rows=rows, out_TNH="*bf16", table_RM="*i32", tiles_W4="*i32", table_width="i32",
-    num_items="i32", nowhere="i32", log2_scale="fp32",
-)
-form = FORMS[H]
-constants = dict(
-    N=14, K=2, H=H, S=S, BUFFERS=form.buffers, KEEPS_ORDER=form.keeps_order, CONSUMER_REGISTERS=form.registers[0],
-    PRODUCER_REGISTERS=form.registers[1], CHUNK=CHUNK_TOKENS if is_cut else 0, SUMS=form.sums if is_cut else SUMS,
-    KEPT=form.kept if contexts == "kept" else 0, PDL=is_overlapping,
-)
-source = GluonASTSource(kernel.attend_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-(folder / "kernel.ptx").write_text(compiled.asm["ptx"])
-tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-command = [tools / "ptxas", "-arch=sm_90a", "-v", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
-print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
-"""
+@pytest.fixture(scope="module")
+def program() -> Iterator[Forks]:
+    """Which compiles one kernel after the other."""
+    with Forks("tests.support.model.assembled", {"TRITON_INTERPRET": "0"}) as forks:
+        yield forks
 
 
 @needs_compiler
 @pytest.mark.parametrize("contexts", ["whole", "kept", "cut"])
 @pytest.mark.parametrize(("H", "S"), [(64, 16), (128, 256)])
-def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int, contexts: str) -> None:
+def test_what_is_compiled_overlaps_its_products(H: int, S: int, contexts: str, program: Forks, tmp_path: Path) -> None:
     """The assembler says so when it has to wait for each product at once, and keeps the loop in registers. No place of
     a tile of values is written by both consumers."""
-    told = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(H), str(S), str(tmp_path), contexts],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    assert "registers" in told.stdout
-    assert "serialized" not in told.stdout, told.stdout
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    told = "\n".join(program.lines("tell_attention", str(tmp_path), H, S, contexts, environment=cache))
+    assert "registers" in told
+    assert "serialized" not in told, told
     assembly = (tmp_path / "kernel.ptx").read_text()
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in assembly
