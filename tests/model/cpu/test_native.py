@@ -18,8 +18,9 @@ def forget_the_library() -> None:
 
 @pytest.fixture(autouse=True)
 def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, and no library loaded before or after."""
+    """An empty cache folder, and no library loaded before or after. What is compiled need not be fast."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O0"))
     forget_the_library()
     yield tmp_path / "octavo" / "native"
     forget_the_library()
@@ -36,8 +37,15 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, forgotten: Path
     assert not forgotten.exists()
 
 
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which the first test that compiles leaves the library for others."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.mark.parametrize("word", ["on", "1", "True"])
-def test_switched_on_it_is_there(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_on_it_is_there(word: str, compiled_once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_once))
     monkeypatch.setenv("OCTAVO_NATIVE", word)
     forget_the_library()
     assert native.why_missing() is None
