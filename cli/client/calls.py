@@ -85,9 +85,11 @@ def show_models(settings: CallSettings, *, as_json: bool) -> int:
             print(json.dumps(numeric_fields(model)))  # noqa: T201
         return 0
     table = Table()
-    for title in ("model", "dtype", "cache", "max tokens", "workers", "KV tokens"):
+    longest = max((len(model.name) for model in models), default=0)
+    table.add_column("model", overflow="fold", no_wrap=longest <= 16)  # names and fingerprints are copied
+    for title in ("dtype", "cache", "max tokens", "workers", "KV tokens"):
         table.add_column(title, overflow="fold")
-    table.add_column("fingerprint", no_wrap=True, min_width=12)  # it is copied, and compared with others
+    table.add_column("fingerprint", no_wrap=True, min_width=12)
     for model in models:
         table.add_row(
             escape(model.name),
