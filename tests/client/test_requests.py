@@ -64,6 +64,31 @@ def test_a_request_that_cannot_be_is_a_type_error(fields: dict[str, object], com
         generate_request(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"text": 5}, "text: is text, not 5"),
+        ({"text": None}, "text: is text, not None"),
+        ({"text": "a", "model": 5}, "model: is text, not 5"),
+        ({"text": "a", "regex": ["x"]}, "regex: is text, not ['x']"),
+        ({"text": "a", "stop": [b"x", 5]}, "stop: 5 is no text"),
+        ({"text": "a", "choice": ["x", None]}, "choice: None is no text"),
+        ({"text": "a", "stop": 5}, "stop: is a sequence, not 5"),
+        ({"text": "a", "stop_token_ids": 5}, "stop_token_ids: is a sequence, not 5"),
+        ({"messages": [("user", "x")], "tools": [{"function": 5}]}, "tools: 5 is no function of a tool: it is a"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}]},
+            "messages: 'f' is no function of a tool call: it is a",
+        ),
+    ],
+)
+def test_what_is_no_text_or_no_sequence_is_told_with_its_value(fields: dict[str, object], told: str) -> None:
+    """protobuf says "bad argument type for built-in operation"."""
+    with pytest.raises(TypeError) as caught:
+        generate_request(**fields)
+    assert str(caught.value).startswith(told)
+
+
 def test_an_unknown_role_or_output_is_named() -> None:
     with pytest.raises(ValueError, match="role 'robot' is none of system, user, assistant, tool"):
         chat_message(("robot", "x"))

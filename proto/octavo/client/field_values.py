@@ -1,9 +1,10 @@
 """Sets fields of messages from plain Python values; errors name the field that cannot hold its value. Pure: no I/O."""
 
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
@@ -22,7 +23,15 @@ def made(message: M, **fields: object) -> M:
 def assign(message: Message, name: str, value: object) -> None:
     """Set a field. Raises TypeError or ValueError whose message begins with the field's name."""
     with naming(name):
+        if message.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_STRING:
+            check_text(value)
         setattr(message, name, value)
+
+
+def check_text(value: object) -> None:
+    """Raises TypeError for what no field of text can hold: protobuf names neither the value nor what it should be."""
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"is text, not {value!r}")
 
 
 def extend(repeated: MutableSequence[Any], name: str, values: Any) -> None:
@@ -30,7 +39,16 @@ def extend(repeated: MutableSequence[Any], name: str, values: Any) -> None:
     with naming(name):
         if isinstance(values, str):
             raise TypeError(f"is a sequence, not the text {values!r}")
-        repeated.extend(values)
+        if not isinstance(values, Iterable):
+            raise TypeError(f"is a sequence, not {values!r}")
+        values = list(values)
+        try:
+            repeated.extend(values)
+        except TypeError as error:
+            if "argument type" not in str(error):  # which is of text alone
+                raise
+            wrong = next((each for each in values if not isinstance(each, str | bytes)), None)
+            raise TypeError(f"{wrong!r} is no text") from None
 
 
 @contextmanager

@@ -36,6 +36,8 @@ def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
     if not isinstance(tool, Mapping):
         raise TypeError(f"{tool!r} is no tool: a ToolDefinition or a dictionary")
     fields = tool.get("function", tool)
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"{fields!r} is no function of a tool: it is a dictionary")
     if not fields.get("name"):
         raise ValueError("a tool has a name")
     parameters = fields.get("parameters")
@@ -53,6 +55,8 @@ def tool_call(call: Call) -> inference_pb2.ToolCall:
     if not isinstance(call, Mapping):
         raise TypeError(f"{call!r} is no tool call: a ToolCall or a dictionary")
     fields = call.get("function", call)
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"{fields!r} is no function of a tool call: it is a dictionary")
     if not fields.get("name"):
         raise ValueError("a tool call has a name")
     arguments = fields.get("arguments") or {}  # some servers send no arguments as ""
