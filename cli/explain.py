@@ -31,7 +31,10 @@ _SIGNS = {
 }
 """What an error that has no number says of such a limit."""
 _KNOWN = {
-    "CheckpointError": ("the checkpoint cannot be used", "check --model, or download the checkpoint again"),
+    "CheckpointError": (
+        "the checkpoint cannot be used",
+        "check the name of the model, or download it again",
+    ),
     "HubUnreachable": (
         "the checkpoint cannot be fetched",
         "look at the network (HF_ENDPOINT names another hub), or give a folder with --model",
@@ -74,7 +77,7 @@ _KNOWN = {
     ),
     "TextError": ("the text cannot be used", "see docs/operations.md, the table of statuses"),
     "ValueError": ("bad value", "see --help"),
-    "CardError": ("the checkpoint cannot be served", "check --model, and the file that is named here"),
+    "CardError": ("the checkpoint cannot be served", "check the name of the model, and the file that is named here"),
     "OverflowError": (
         "a number is too large",
         "look at the numbers among the settings (`octavo config show`) and in the checkpoint's config.json",
@@ -194,5 +197,6 @@ def _of_call(error: BaseException, address: str) -> CliError:
         "NO_WORKER": "wait until a worker is ready; the log of `octavo serve` tells where it stands",
         "WORKER_LOST": "try again: the supervisor restarts workers",
         "DEADLINE": "give a longer --timeout-s",
-    }.get(reason, "see docs/operations.md, the table of statuses")
+        "DEADLINE_EXCEEDED": "give a longer --timeout-s",  # before the service could say so
+    }.get(reason or getattr(code, "name", ""), "see docs/operations.md, the table of statuses")
     return CliError(f"the request failed: {reason or getattr(code, 'name', '')}", fields or message, advice)

@@ -52,6 +52,8 @@ def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
     for path in (secret_path, public_path):
         if path.exists():
             raise KeyFileError(f"{path} exists; move it away or choose another name")
+    if folder.exists() and not folder.is_dir():
+        raise KeyFileError(f"{folder} is a file, not a folder")
     public_line = f'public = "{keys.public.decode()}"\n'
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_new(secret_path, _SECRET_HEADER + public_line + f'secret = "{keys.secret.decode()}"\n', mode=0o600)

@@ -170,7 +170,10 @@ def _seconds(stamp: object) -> float:
         if not abs(stamp) <= _LATEST_MS:
             raise ValueError(f"timestamp: {shorten(stamp)} is no time in milliseconds")
         return stamp / 1000
-    return datetime.fromisoformat(str(stamp)[:26]).timestamp()
+    try:
+        return datetime.fromisoformat(str(stamp)[:26]).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError(f"timestamp: {shorten(stamp)} is neither milliseconds nor a date with a time") from None
 
 
 def _count(row: Any, name: str) -> int:

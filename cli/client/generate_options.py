@@ -68,7 +68,9 @@ def constraint_fields(
 
 def _read(path: Path, flag: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if text := path.read_text(encoding="utf-8"):
+            return text
+        raise usage(f"the file of {flag} is empty", str(path), "give a file that says something")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"is not UTF-8 text, from its byte {error.start + 1} on"
         raise usage(f"cannot read the file of {flag}", f"{path}: {why}", "give a file of UTF-8 text") from None

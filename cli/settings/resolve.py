@@ -154,7 +154,7 @@ def validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Orig
         is_secret = field is not None and help_of(field).secrecy == "secret"
         given = "(hidden)" if is_secret else shorten(values.get(name))
         said = first["msg"].removeprefix("Value error, ")  # added for errors of our own validators
-        complaint = said[0].lower() + said[1:]
+        complaint = said[0].lower() + said[1:].replace("a valid tuple", "a list")
         raise usage(
             f"bad value for {flag_of(name)}",
             f"{_told(name, origins.get(name))} is {given}: {complaint}",

@@ -18,7 +18,7 @@ from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
-from octavo.client.errors import FieldViolation, InvalidRequest, Overloaded, Unavailable
+from octavo.client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, Unavailable
 from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import ConnectionConfig
 from octavo.gateway.rpc.addresses import AddressError, BindError
@@ -225,6 +225,11 @@ def test_the_longest_run_directory_has_room_for_the_longest_name() -> None:
             listener.bind(str(made / "gateway-99.peers.sock"))
         with pytest.raises(CliError, match="leave room"), run_folder(longest.with_name(longest.name + "x")):
             pass
+
+
+def test_a_deadline_that_passed_before_the_service_could_say_so_names_the_flag_too() -> None:
+    error = DeadlineExceeded("Deadline Exceeded", code=grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert lines(error)[2] == "give a longer --timeout-s"
 
 
 def test_a_full_disk_is_told_whatever_came_of_it() -> None:

@@ -64,6 +64,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_keys(tmp_path / "none.key")
 
 
+def test_a_file_in_the_place_of_the_folder_is_told_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.touch()
+    with pytest.raises(KeyFileError, match=f"^{file} is a file, not a folder$"):
+        save_keys(generate_keys(), file, "a")
+
+
 def test_a_secret_is_not_in_its_repr() -> None:
     assert "s3cret" not in repr(KeyPair(public=b"p", secret=b"s3cret"))
 

@@ -105,7 +105,10 @@ def test_a_trace_has_lengths_and_times_and_is_never_repeated(text: str, tmp_path
             "entry 1: messages: content is text, not .*",
         ),
         (b'{"prompt": "x"}\n{"prompt": "\\ud800"}', "entry 2: text: is not UTF-8 text, from its character 1 on"),
-        (b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,4\n", "entry 1: Invalid isoformat string: 'yesterday'"),
+        (
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,4\n",
+            "entry 1: timestamp: 'yesterday' is neither .*",
+        ),
         (
             b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,three,4\n",
             "entry 1: input_length: 'three' is .*",

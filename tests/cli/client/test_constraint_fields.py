@@ -30,6 +30,16 @@ def test_files_are_read_and_what_is_not_given_is_left_out(tmp_path: Path) -> Non
         assert constraint_fields(**NOTHING | given) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("field", "flag"), [("json_schema", "--json-schema"), ("ebnf", "--ebnf")])
+def test_an_empty_file_is_told_with_its_flag(field: str, flag: str, tmp_path: Path) -> None:
+    """The service could name only a field of the request."""
+    file = tmp_path / "empty"
+    file.touch()
+    with pytest.raises(CliError) as caught:
+        constraint_fields(**NOTHING | {field: file})  # type: ignore[arg-type]
+    assert (caught.value.what, caught.value.numbers) == (f"the file of {flag} is empty", str(file))
+
+
 def test_several_constraints_and_unreadable_files_are_usage_errors(tmp_path: Path) -> None:
     for given in ({"json_object": True, "regex": "a"}, {"ebnf": tmp_path / "none"}, {"json_schema": tmp_path},
                   {"format_as_annotation": True}, {"format_as_annotation": True, "regex": "a"}):  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from octavo.cli.errors import CliError
-from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, AllSettings, FrontSettings, ServeSettings
+from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, AllSettings, ClientSettings, FrontSettings, ServeSettings
 from octavo.cli.settings.resolve import Origin, Source, read_file, resolve
 from octavo.cli.settings.setting import Settings, flag_of, variable_of
 
@@ -341,3 +341,10 @@ print([each.__name__ for each in groups if each.__pydantic_complete__])
 def test_a_command_that_has_no_settings_builds_none() -> None:
     done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "[]\n"
+
+
+def test_a_list_is_called_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "of.toml"
+    file.write_text("stop = 3")
+    with pytest.raises(CliError, match=r"is 3: input should be a list$"):
+        resolve(ClientSettings, {}, file=file)
