@@ -97,20 +97,16 @@ def check_ranks_have_a_model(settings: ServeSettings | WorkerSettings) -> None:
 
 def check_peers(settings: ServeSettings) -> None:
     """Check the settings by which gateways on other hosts reach those on this one. Raises CliError."""
+    from octavo.cli.settings.gateway_config import require_control_endpoint  # grpc: not in every worker
+
     if settings.control_endpoint and settings.cluster_gateways:
         raise usage(
             "--cluster-gateways does not go with --control-endpoint",
             "gateways of another service could not know those that a cluster places",
             "leave one of them out",
         )
+    require_control_endpoint(settings)
     if not settings.control_endpoint:
-        if settings.peer_endpoint or settings.peer_endpoints_file:
-            flag = "--peer-endpoint" if settings.peer_endpoint else "--peer-endpoints-file"
-            raise usage(
-                f"{flag} needs --control-endpoint",
-                "the other gateways could not reach those of this host",
-                "give --control-endpoint tcp://host:port as well",
-            )
         return
     flag, advice = "--control-endpoint", "write it as tcp://10.0.0.1:5556"
     try:

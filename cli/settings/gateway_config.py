@@ -82,8 +82,19 @@ def _scopes(words: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
+def require_control_endpoint(settings: GatewaySettings | ServeSettings) -> None:
+    """Raises CliError if other gateways are named, and nothing by which they reach this one."""
+    if not settings.control_endpoint and (settings.peer_endpoint or settings.peer_endpoints_file):
+        raise usage(
+            f"{'--peer-endpoint' if settings.peer_endpoint else '--peer-endpoints-file'} needs --control-endpoint",
+            "the other gateways could not reach those of this host",
+            "give --control-endpoint tcp://host:port as well",
+        )
+
+
 def gateway_config(settings: GatewaySettings) -> GatewayConfig:
     """The gateway's configuration. Raises CliError."""
+    require_control_endpoint(settings)
     endpoints_of("--control-endpoint", [settings.control_endpoint] if settings.control_endpoint else [])
     endpoints_of("--peer-endpoint", settings.peer_endpoint)
     return GatewayConfig(

@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from octavo.wire.endpoints import is_address
+
 ENV_PREFIX = "OCTAVO_"
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 
@@ -104,13 +106,18 @@ Names = Annotated[tuple[_Word, ...], BeforeValidator(_split)]
 """Several non-empty names: a repeated flag, a comma-separated variable, a string or list in the file."""
 
 
-def _without_brackets(value: object) -> object:
-    return value.removeprefix("[").removesuffix("]") if isinstance(value, str) else value
+def _host(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    host = value.removeprefix("[").removesuffix("]")
+    if not host.isprintable() or {" ", "/"} & set(host) or (":" in host and not is_address(host)):
+        raise ValueError("input should be a host name or an address alone, as localhost or ::1")
+    return host
 
 
-Host = Annotated[str, Field(min_length=1), BeforeValidator(_without_brackets)]
-"""An address to listen on or to call, without the brackets that IPv6 has before a port. Never empty, which the system
-would take for every address of this host."""
+Host = Annotated[str, Field(min_length=1), BeforeValidator(_host)]
+"""A name or an address to listen on or to call, without the brackets that IPv6 has before a port. Never empty, which
+the system would take for every address of this host, and no URL."""
 
 
 def flag_of(name: str) -> str:

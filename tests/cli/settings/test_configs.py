@@ -260,7 +260,12 @@ GATEWAY, WORKER = (GatewaySettings, gateway_config), (WorkerSettings, worker_con
         (GATEWAY, {"worker_endpoint": ("x",)}, "--worker-endpoint", "neither ipc"),
         (GATEWAY, {"worker_endpoint": ("tcp://127.0.0.1:5",)}, "--worker-endpoint", "open to every process"),
         (GATEWAY, {"control_endpoint": "ipc://x"}, "--control-endpoint", "absolute path"),
-        (GATEWAY, {"peer_endpoint": ("tcp://a",)}, "--peer-endpoint", "expected tcp://host:port"),
+        (
+            GATEWAY,
+            {"control_endpoint": "ipc:///a", "peer_endpoint": ("tcp://a",)},
+            "--peer-endpoint",
+            "expected tcp://host:port",
+        ),
         (WORKER, {"gateway_endpoint": ("tcp://a:99999",)}, "--gateway-endpoint", "a port from 0 to 65535"),
         (WORKER, {"gateway_endpoint": ("tcp://a:1",), "registration_token": "w"}, "--gateway-endpoint", "CURVE"),
     ],
@@ -270,6 +275,19 @@ def test_a_bad_endpoint_is_told_with_its_flag(command: Any, given: dict[str, obj
     with pytest.raises(CliError, match=why) as caught:
         config(settings(**given))
     assert (caught.value.what, caught.value.exit_code) == (f"bad value for {flag}", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"peer_endpoint": ("ipc:///a",)}, "--peer-endpoint"),
+        ({"peer_endpoints_file": Path("a")}, "--peer-endpoints-file"),
+    ],
+)
+def test_other_gateways_need_a_way_back(given: dict[str, Any], flag: str) -> None:
+    with pytest.raises(CliError) as caught:
+        gateway_config(GatewaySettings(**given))
+    assert (caught.value.what, caught.value.exit_code) == (f"{flag} needs --control-endpoint", 2)
 
 
 def test_a_folder_of_a_socket_that_others_can_enter_is_told_with_its_flag(tmp_path: Path) -> None:

@@ -348,3 +348,15 @@ def test_a_list_is_called_a_list(tmp_path: Path) -> None:
     file.write_text("stop = 3")
     with pytest.raises(CliError, match=r"is 3: input should be a list$"):
         resolve(ClientSettings, {}, file=file)
+
+
+@pytest.mark.parametrize("host", ["http://localhost", "127.0.0.1:50051", "a b", "a\nb", "localhost/", "[::1]:7"])
+def test_a_host_is_no_url_and_has_no_port(host: str) -> None:
+    with pytest.raises(CliError, match="a host name or an address alone") as caught:
+        resolve(ClientSettings, {"host": host})
+    assert caught.value.what == "bad value for --host"
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1", "[::]", "fe80::1%eth0", "münchen.example", "0.0.0.0"])
+def test_hosts_have_names_and_addresses(host: str) -> None:
+    assert resolve(ClientSettings, {"host": host}).settings.host == host.strip("[]")
