@@ -50,6 +50,7 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     from octavo.cli.serve.preflight import warn_of_variables
     from octavo.cli.settings.addresses import make_folders_of_sockets
     from octavo.cli.settings.gateway_config import check_access, gateway_config
+    from octavo.cli.settings.key_files import require_keys, require_public_keys
     from octavo.gateway.main import main
 
     settings = resolved.settings
@@ -57,6 +58,8 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     check_access(settings)
     require_threads(THREADS_OF_PROCESS)
     config = gateway_config(settings)
+    require_keys("--gateway-key-file", [settings.gateway_key_file] if settings.gateway_key_file else [])
+    require_public_keys("--allowed-worker-keys", config.workers.allowed_key_files)
     make_folders_of_sockets("--worker-endpoint", settings.worker_endpoint)
     make_folders_of_sockets("--control-endpoint", [settings.control_endpoint] if settings.control_endpoint else [])
     return main(config, drained_code=drained_code)
@@ -100,6 +103,7 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
         serves_on_gpu,
         warn_of_variables,
     )
+    from octavo.cli.settings.key_files import require_keys, require_public_keys
     from octavo.cli.settings.model_names import check_revision
     from octavo.cli.settings.setting import variable_of
     from octavo.cli.settings.worker_config import only_model, worker_config
@@ -118,6 +122,9 @@ def worker(resolved: Resolved[WorkerSettings]) -> int:
         check_revision(resolved.settings.model, resolved.settings.revision)
         check_model(only_model(resolved.settings), resolved.settings)
     config = worker_config(resolved.settings)
+    if config.curve is not None:
+        require_keys("--worker-key-file", [config.curve.secret_key_file])
+        require_public_keys("--gateway-public-key-file", [config.curve.gateway_public_key_file])
     # Before the model is loaded, which may take minutes.
     require_address(resolved.settings.metrics_host, "metrics_host")
     if resolved.settings.worker_metrics_port:

@@ -18,11 +18,11 @@ from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.serve.combinations import check_combinations
 from octavo.cli.serve.ports import MAX_PORT, free_port
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
+from octavo.cli.settings.key_files import require_keys
 from octavo.cli.settings.model_names import check_revision, is_local, split_model
 from octavo.cli.settings.setting import ENV_PREFIX
 from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard, parse_endpoint
 from octavo.wire.host import most_descriptors
-from octavo.wire.keys import KeyFileError, load_keys
 
 OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"
@@ -133,10 +133,7 @@ def check_peers(settings: ServeSettings) -> None:
             "gateways of several hosts trust each other by one key pair",
             "make one with octavo keys new gateway, and give it to the gateways of every host",
         )
-    try:
-        load_keys(settings.gateway_key_file)
-    except KeyFileError as error:
-        raise usage("bad value for --gateway-key-file", str(error), "make a pair with octavo keys new") from None
+    require_keys("--gateway-key-file", [settings.gateway_key_file])
 
 
 def check_workers_here(settings: ServeSettings) -> None:

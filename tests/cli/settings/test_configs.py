@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.errors import CliError
+from octavo.cli.main import main
 from octavo.cli.settings.addresses import default_endpoint, join_address, make_folders_of_sockets
 from octavo.cli.settings.gateway_config import gateway_config
 from octavo.cli.settings.groups import GatewaySettings, WorkerSettings
@@ -24,6 +25,7 @@ from octavo.gateway.config import (
 )
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.grammar.limits import GrammarLimits
+from octavo.wire.keys import generate_keys, save_keys
 from octavo.worker.config import (
     GPU_MAX_GAP_S,
     GPU_MAX_GAP_STEPS,
@@ -288,6 +290,33 @@ def test_other_gateways_need_a_way_back(given: dict[str, Any], flag: str) -> Non
     with pytest.raises(CliError) as caught:
         gateway_config(GatewaySettings(**given))
     assert (caught.value.what, caught.value.exit_code) == (f"{flag} needs --control-endpoint", 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "given"),
+    [
+        ("gateway", "--gateway-key-file", {}),
+        ("gateway", "--allowed-worker-keys", {"--gateway-key-file": "g.key"}),
+        ("worker", "--worker-key-file", {"--gateway-public-key-file": "g.pub"}),
+        ("worker", "--gateway-public-key-file", {"--worker-key-file": "g.key"}),
+    ],
+)
+def test_a_key_file_that_is_none_is_told_with_its_flag(
+    command: str,
+    flag: str,
+    given: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_keys(generate_keys(), tmp_path, "g")
+    Path("none").touch(mode=0o600)
+    words = [word for pair in (given | {flag: "none"}).items() for word in pair]
+    assert main([command, *words, *(["--runner", "oracle"] if command == "worker" else [])]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"error: bad value for {flag}"
+    assert told[1].startswith("  none has no public key")
 
 
 def test_a_folder_of_a_socket_that_others_can_enter_is_told_with_its_flag(tmp_path: Path) -> None:
