@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -35,7 +36,7 @@ class Speaker:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, for looking at texts."""
         return Tokenizer.from_str(self.files["tokenizer.json"].decode())
