@@ -29,7 +29,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
 @given(config=configs, seed=st.integers(0, 2**32), failing=st.sets(st.integers(1, 60), max_size=2))
 def test_whoever_always_looks_again_admits_the_same(config: dict[str, Any], seed: int, failing: set[int]) -> None:
     traces = []
@@ -38,7 +38,7 @@ def test_whoever_always_looks_again_admits_the_same(config: dict[str, Any], seed
         world = World(WorldConfig(**config, faults=OracleFaults(collect_errors=errors)))
         if always:
             world.blocks.most_hits_in_use = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        host_traffic.drive(world, seed)
+        host_traffic.drive(world, seed, num_events=80)
         traces.append(world.trace)
     assert traces[0] == traces[1]
 
