@@ -81,7 +81,7 @@ def test_a_step_that_fails_on_rank_0_alone_is_the_end_of_the_group() -> None:
 @pytest.mark.parametrize("first", [200, 203])
 def test_seeds_of_the_swarm_in_groups_end_balance_and_repeat(first: int) -> None:
     for seed in range(first, first + 3):
-        drawn = scenario_of(seed, num_requests=40)
+        drawn = scenario_of(seed, num_requests=24)
         config = msgspec.structs.replace(drawn.config, num_ranks=2 + seed % 2)
         added = tuple(
             Fault(kind=kind, at_s=0.2 + 0.7 * turn, worker=turn % config.num_workers, detail="1")

@@ -10,12 +10,13 @@ from octavo.blockmgr.manager import BlockManager
 from sim.scenario import Fault, FaultKind, Scenario, SimConfig
 from sim.shrink import simulate_twice
 from sim.swarm import COPYING_POINT, scenario_of
+from sim.world import simulate
 
 
-def with_tier(seed: int, *faults: FaultKind) -> Scenario:
+def with_tier(seed: int, *faults: FaultKind, num_requests: int = 40) -> Scenario:
     """A seed of the swarm with a pool that is too small, a tier behind it, prompts that come again, and these
     faults."""
-    scenario, rng = scenario_of(seed, num_requests=60), random.Random(seed)
+    scenario, rng = scenario_of(seed, num_requests=num_requests), random.Random(seed)
     config: SimConfig = msgspec.structs.replace(
         scenario.config,
         num_workers=1,
@@ -54,4 +55,4 @@ def test_a_failed_step_with_copies_is_trusted_by_nobody(seed: int) -> None:
 
 def test_a_block_that_is_read_before_it_is_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "is_awaited", lambda self, slot: False)
-    assert any(simulate_twice(with_tier(seed)).violations for seed in range(6, 12))
+    assert any(simulate(with_tier(seed, num_requests=60)).violations for seed in range(6, 12))

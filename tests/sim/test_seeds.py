@@ -16,10 +16,10 @@ REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 
 @pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 6))
 def test_every_seed_ends_and_balances_and_one_of_six_repeats(first: int) -> None:
-    scenarios = [scenario_of(seed, num_requests=40) for seed in range(first, first + 6)]
+    scenarios = [scenario_of(seed, num_requests=20) for seed in range(first, first + 6)]
     reports = [simulate_twice(scenarios[0]), *map(simulate, scenarios[1:])]
     assert {report.seed: report.violations for report in reports if report.violations} == {}
-    assert sum(report.outcomes["OK"] for report in reports) > 50
+    assert sum(report.outcomes["OK"] for report in reports) > 25
 
 
 def test_the_swarm_has_odd_pools_and_every_kind_of_fault() -> None:
