@@ -133,13 +133,14 @@ class WorkerConfig:
     model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: derived from ``model``.
     gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",). gateway_endpoints_file: lists more, and
       is read again when it changes.
-    num_blocks None: sized from free memory, ``memory_fraction`` of it.
+    num_blocks None: what ``memory_fraction`` of the memory that was free before loading has room for.
     host_kv_gib: host memory for blocks; None: on a GPU, a share of what is free. max_model_len None: the model's own.
     load_format: whether weights are read from files. attention_backend None: the best one for the device.
     quantization: "int8" rounds weights to integers with a scale per output and, on a CPU, the inputs of products too;
       "int8-weights" only the weights; "fp8" to e4m3 (GPUs only); None: as in the checkpoint.
     kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
-    deterministic: the same bits for a request in any batch, at a price; excludes attention_backend and check_numerics.
+    deterministic: the same bits for a request in any batch, at a price; worker/loading/combinations.py has what it
+      excludes.
     tensor_parallel_size: processes that each have a part of the model and compute every step together; 1: no cut.
     cpu_isa: the best CPU instructions to use (model/cpu/isa.py); None: as OCTAVO_CPU_ISA says, else all there are.
     check_numerics: whether activations are checked; check_numerics_limit None: the default for the dtype.

@@ -109,7 +109,11 @@ class MemorySettings(Settings):
     """The KV pool."""
 
     memory_fraction: float = setting(
-        0.9, "Part of the memory that is free after loading which the KV pool takes", panel="Memory", gt=0, le=1
+        0.9,
+        "Share of the device's memory, as it is free before loading, that weights, the largest step and KV blocks take",
+        panel="Memory",
+        gt=0,
+        le=1,
     )
     num_blocks: int | None = setting(
         None, "KV blocks, instead of sizing the pool from memory", panel="Memory", ge=1, le=2**26
