@@ -1,7 +1,8 @@
 """What can go wrong with a request, and the one table that maps it to gRPC statuses.
 
-Exception classes here and in `gateway.text` and `gateway.workers` know no statuses; `row_of` is used in one place only
-(`gateway.rpc.status`). Reasons are the names of octavo.v1.ErrorReason without their prefix.
+Exception classes here and in `gateway.text` and `gateway.workers` know no statuses. `gateway.rpc.status` makes statuses
+of the table's rows, `gateway.dialects.openengine` errors within its streams. Reasons are the names of
+octavo.v1.ErrorReason without their prefix.
 """
 
 from abc import ABC, abstractmethod

@@ -63,7 +63,8 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     the code that would have been returned (`worker.shutdown`).
 
     on_progress: called with the progress of the start; by default that is logged. Raises what prevents a start:
-    CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.
+    CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, RunnerError, ValueError, OSError (GroupLost
+    included).
     """
     configure_logs(config.log_format, config.log_level)
     shutdown = Shutdown(grace_s=config.drain_grace_s)

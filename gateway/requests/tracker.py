@@ -1,8 +1,8 @@
 """Which requests are in flight: they enter, may be failed or aborted in any state, and leave exactly once.
 
 A `PreparingRequest` has no worker yet, a `TrackedRequest` has one. Each dialect makes its own messages; the loop that
-writes and counts them (`stream_response`) is here. Must not know what is sent
-to workers (`gateway.requests.submit`, `gateway.requests.embedding`), nor text (`gateway.requests.input_processor`).
+writes and counts them (`stream_response`) is here. Must not know what is sent to workers (`gateway.requests.submit`,
+`gateway.requests.embedding`), nor text (`gateway.requests.input_processor`).
 """
 
 import asyncio

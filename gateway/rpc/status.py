@@ -1,4 +1,4 @@
-"""An exception as callers see it: status code, message, trailers, google.rpc details. The only user of the table."""
+"""An exception as callers see it: status code, message, trailers, google.rpc details."""
 
 import re
 from dataclasses import dataclass

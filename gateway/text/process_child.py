@@ -8,7 +8,7 @@ as it begins, until its input ends:
     length, kind (1 byte), text
 
 The kernel ends it if an answer takes too much CPU time; its memory is limited, and so is what it can write. It ends
-with its parent. Imports little, so that a replacement is ready within a tenth of a second.
+with its parent. Imports little, so that a replacement is ready in a sixth of a second.
 """
 
 import os

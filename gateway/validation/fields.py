@@ -190,7 +190,7 @@ TABLE: dict[str, MessageRules] = {
     ),
     "octavo.v1.Constraint": MessageRules(
         fields={
-            # How long a source may be is a setting (`gateway.requests.input_processor`).
+            # How long a source may be is a setting (`gateway.requests.constraints`).
             "json_schema": Utf8Bytes(1, ANY_NUMBER),
             "json_object": must_be_true,
             "regex": Utf8Bytes(1, limits.MAX_REGEX_BYTES),

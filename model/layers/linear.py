@@ -1,4 +1,5 @@
-"""The one place where matrices are multiplied with weights, so that packing them for a device touches nothing else.
+"""The one place where the layers of model/layers multiply with weights, so that packing these touches nothing else. The
+steps of model/gpu have products of their own.
 
 On a CPU, bf16 weights are packed once: for our own products (model.cpu) where there is a C compiler, else by oneDNN
 into its own layout. Both read the few rows of a decode step much faster than ``F.linear`` (bench/RESULTS.md). Ours

@@ -1,8 +1,8 @@
 """From a batch of logits to a batch of tokens.
 
 Order of the stages, as vLLM has it (`model.sampling.params.Feature`): raw log-probabilities, bias, penalties, masks
-(min-tokens, allowed ids, bad words), temperature, min-p, top-k, top-p, typical-p, draw. Every row's result is a
-function of that row alone. A batch that is greedy throughout is one search for the largest.
+(min-tokens, allowed ids, bad words, grammars), temperature, top-n-sigma and min-p, top-k, top-p, typical-p, draw. Every
+row's result is a function of that row alone. A batch that is greedy throughout is one search for the largest.
 
 Must not know: requests, blocks, the model, when an output ends.
 

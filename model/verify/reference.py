@@ -1,7 +1,7 @@
 """transformers on the checkpoint that a service serves: plain, or with weights and cache rounded as the service rounds.
 
-Weights are rounded here in a few lines of their own, not by the code that serves. transformers is imported here and in
-model/verify/verify.py, and nowhere else in this folder.
+Weights are rounded here in a few lines of their own, not by the code that serves. transformers loads models here and
+nowhere else in this folder; model/verify/checks.py takes its RoPE.
 
 Legend: T tokens of a sequence · O outputs · I inputs · V vocabulary.
 Must not know: what is compared, limits.

@@ -1,8 +1,8 @@
 """Compares this model with transformers on one checkpoint, for every backend: RoPE, hidden states, logits, greedy
 tokens, prefilled whole and in chunks.
 
-transformers is the other party, loaded by its own loader from the same folder in the same dtype; it is imported here
-and nowhere else in this folder.
+transformers is the other party, loaded by its own loader from the same folder in the same dtype
+(model/verify/reference.py).
 Must not know: how the table is printed.
 """
 

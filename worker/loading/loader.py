@@ -90,8 +90,9 @@ def load_torch(
 ) -> Loaded:
     """Resolve (download) the checkpoint, load it, size the pool, warm up. ranks: of a tensor-parallel group; its other
     ranks call `prepare`, which does all but the warm-up. wrap: called with the runner; what it returns runs all steps,
-    the warm-up included. Raises model.CheckpointError, worker.loading.memory.DoesNotFit,
-    worker.loading.model_card.CardError, model.cache_folder.CacheUnusable, ValueError."""
+    the warm-up included. Raises model.errors.CheckpointError, worker.loading.memory.DoesNotFit,
+    worker.loading.model_card.CardError, model.cache_folder.CacheUnusable, ValueError, and RunnerError if a step of the
+    warm-up fails."""
     prepared = prepare(config, on_progress, ranks=ranks, meanwhile=meanwhile)
     model, described, scheduler = prepared.model, prepared.described, prepared.scheduler
     runner = wrap(prepared.runner)

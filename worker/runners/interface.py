@@ -1,7 +1,10 @@
 """What executes step plans: the protocol that the engine drives.
 
-Implementations: `worker.runners.torch.runner.TorchRunner` (the model) and `worker.runners.oracle.runner.OracleRunner`
-(no torch; the next token is a hash of what the block table really holds). Knows no grammars, only their masks.
+Implementations: `worker.runners.torch.runner.TorchRunner` and `worker.runners.cuda.runner.CudaRunner` (the model),
+`worker.runners.group.GroupRunner` (one of these on several ranks), and `worker.runners.oracle.runner.OracleRunner` (no
+torch; the next token is a hash of what the block table really holds). Knows no grammars, only their masks.
+
+Errors that are no RunnerError (`DeviceLost`, `GroupLost`) end the worker.
 """
 
 from typing import Protocol
@@ -28,7 +31,8 @@ class Runner(Protocol):
     max_in_flight: int
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step. Raises RunnerError; then nothing of the step has happened."""
+        """Start a step. Raises RunnerError, or leaves the error to the step's ``collect``. Nothing that a failed step
+        wrote may be used: its requests end, or join again."""
 
     def constrain(self, masks: StepMasks) -> None:
         """Let the newest launched step choose its tokens. Errors are raised by its ``collect``."""

@@ -88,7 +88,7 @@ def _too_long(num_prompt_tokens: int, config: SchedulerConfig, pool_tokens: int)
 
 
 class Scheduler:
-    """Decides what each step computes. It is the only user of its block manager.
+    """Decides what each step computes. It alone gives blocks of its block manager to requests, and takes them back.
 
     Raises ValueError if the block manager has fewer slots than ``max_num_seqs``.
     """
