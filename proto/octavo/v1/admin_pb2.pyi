@@ -351,7 +351,7 @@ class DrainRequest(_message.Message):
 
     GRACE_S_FIELD_NUMBER: _builtins.int
     grace_s: _builtins.float
-    """Seconds after which requests in flight are ended; unset: the gateway's own drain limit."""
+    """Seconds after which requests in flight are ended, 0 to 86,400; unset: the gateway's own drain limit."""
     def __init__(
         self,
         *,

@@ -30,13 +30,17 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 1
     """A field is missing, unknown, out of range or not supported; google.rpc.BadRequest names its path."""
     ERROR_REASON_EXCEEDS_CAPACITY: _ErrorReason.ValueType  # 2
-    """Prompt and output cannot fit into the context or into the KV pool, even alone."""
+    """No waiting would help: prompt and output cannot fit into the context or into the KV pool, even alone; the prompt has
+    too many bytes; or there are more outputs, or tokens of a tenant, than may ever be in flight.
+    """
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 3
     """No model of that name is served here."""
     ERROR_REASON_DUPLICATE_REQUEST: _ErrorReason.ValueType  # 4
     """A request with this id is in flight."""
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 5
-    """The admission queue is full; retry after `grpc-retry-pushback-ms`."""
+    """There is no room now: a queue is full, or as many requests are in flight, or watch the load, as may; retry after
+    `grpc-retry-pushback-ms`.
+    """
     ERROR_REASON_NO_WORKER: _ErrorReason.ValueType  # 6
     """No worker of the model is ready: it is being loaded, or started again; retry after `grpc-retry-pushback-ms`."""
     ERROR_REASON_WORKER_LOST: _ErrorReason.ValueType  # 7
@@ -56,7 +60,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_OUT_OF_MEMORY: _ErrorReason.ValueType  # 14
     """Device memory ran out for this request."""
     ERROR_REASON_TEMPLATE: _ErrorReason.ValueType  # 15
-    """The chat template of the checkpoint refused the messages."""
+    """The chat template of the checkpoint refused the messages, or was stopped: it took too much time or memory."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 16
     """A defect of Octavo."""
     ERROR_REASON_SLOW_CONSUMER: _ErrorReason.ValueType  # 17
@@ -78,7 +82,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     with WORKER_LOST, which may be tried again.
     """
     ERROR_REASON_SCALE_REFUSED: _ErrorReason.ValueType  # 24
-    """The number of a model's workers cannot be changed here, or not to that."""
+    """The number of a model's workers, or of gateways on other hosts, cannot be changed here, or not to that."""
     ERROR_REASON_NOT_OFFERED: _ErrorReason.ValueType  # 25
     """The method is one of another contract's that is not here; the code is the one of a server without it."""
     ERROR_REASON_REQUEST_NOT_FOUND: _ErrorReason.ValueType  # 26
@@ -94,13 +98,17 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 1
 """A field is missing, unknown, out of range or not supported; google.rpc.BadRequest names its path."""
 ERROR_REASON_EXCEEDS_CAPACITY: ErrorReason.ValueType  # 2
-"""Prompt and output cannot fit into the context or into the KV pool, even alone."""
+"""No waiting would help: prompt and output cannot fit into the context or into the KV pool, even alone; the prompt has
+too many bytes; or there are more outputs, or tokens of a tenant, than may ever be in flight.
+"""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 3
 """No model of that name is served here."""
 ERROR_REASON_DUPLICATE_REQUEST: ErrorReason.ValueType  # 4
 """A request with this id is in flight."""
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 5
-"""The admission queue is full; retry after `grpc-retry-pushback-ms`."""
+"""There is no room now: a queue is full, or as many requests are in flight, or watch the load, as may; retry after
+`grpc-retry-pushback-ms`.
+"""
 ERROR_REASON_NO_WORKER: ErrorReason.ValueType  # 6
 """No worker of the model is ready: it is being loaded, or started again; retry after `grpc-retry-pushback-ms`."""
 ERROR_REASON_WORKER_LOST: ErrorReason.ValueType  # 7
@@ -120,7 +128,7 @@ ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 13
 ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 14
 """Device memory ran out for this request."""
 ERROR_REASON_TEMPLATE: ErrorReason.ValueType  # 15
-"""The chat template of the checkpoint refused the messages."""
+"""The chat template of the checkpoint refused the messages, or was stopped: it took too much time or memory."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 16
 """A defect of Octavo."""
 ERROR_REASON_SLOW_CONSUMER: ErrorReason.ValueType  # 17
@@ -142,7 +150,7 @@ ERROR_REASON_POISONED: ErrorReason.ValueType  # 23
 with WORKER_LOST, which may be tried again.
 """
 ERROR_REASON_SCALE_REFUSED: ErrorReason.ValueType  # 24
-"""The number of a model's workers cannot be changed here, or not to that."""
+"""The number of a model's workers, or of gateways on other hosts, cannot be changed here, or not to that."""
 ERROR_REASON_NOT_OFFERED: ErrorReason.ValueType  # 25
 """The method is one of another contract's that is not here; the code is the one of a server without it."""
 ERROR_REASON_REQUEST_NOT_FOUND: ErrorReason.ValueType  # 26
@@ -158,7 +166,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids, each in [0, vocab_size)."""
+        """Ids, each in [0, vocab_size); at least one."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class _OutputFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputFo
     OUTPUT_FORMAT_TEXT: _OutputFormat.ValueType  # 1
     """Text only."""
     OUTPUT_FORMAT_TOKEN_IDS: _OutputFormat.ValueType  # 2
-    """Token ids only; nothing is detokenized, so stop strings are refused."""
+    """Token ids only; nothing is detokenized, so stop strings, skip_special_tokens and parse_tool_calls are refused."""
     OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: _OutputFormat.ValueType  # 3
     """Both."""
 
@@ -107,7 +107,7 @@ OUTPUT_FORMAT_UNSPECIFIED: OutputFormat.ValueType  # 0
 OUTPUT_FORMAT_TEXT: OutputFormat.ValueType  # 1
 """Text only."""
 OUTPUT_FORMAT_TOKEN_IDS: OutputFormat.ValueType  # 2
-"""Token ids only; nothing is detokenized, so stop strings are refused."""
+"""Token ids only; nothing is detokenized, so stop strings, skip_special_tokens and parse_tool_calls are refused."""
 OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: OutputFormat.ValueType  # 3
 """Both."""
 Global___OutputFormat: _TypeAlias = OutputFormat  # noqa: Y015
@@ -195,10 +195,13 @@ class GenerateRequest(_message.Message):
     made. The initial metadata `x-request-id` tells it.
     """
     model: _builtins.str
-    """Name of the model; unset: the only one that is served (INVALID_ARGUMENT where there are several)."""
+    """Name of the model, at most 256 bytes; unset: that of the metadata `x-model`, else that of the port, else the only one
+    that is served or expected (INVALID_ARGUMENT where there are several).
+    """
     text: _builtins.str
     """Plain text, tokenized as it is: special tokens in it (such as `<|im_end|>`) are recognised, and what the
-    tokenizer adds at the borders is added. Text of people who may not write special tokens belongs into `chat`.
+    tokenizer adds at the borders is added. Text of people who may not write special tokens belongs into `chat`. Not
+    empty.
     """
     priority: _builtins.int
     """Higher runs first, and preempts last. Default 0; in [-100, 100]."""
@@ -304,7 +307,8 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 @_typing.final
 class Constraint(_message.Message):
     """What an output must look like. The end token is allowed where the output is complete, and forced where nothing else
-    may follow. Keywords and syntax that are not supported are refused by name, before anything is generated.
+    may follow. Keywords and syntax that are not supported are refused by name, before anything is generated; so is a
+    constraint beside tools that must be called.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -315,15 +319,15 @@ class Constraint(_message.Message):
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON value that validates under this JSON schema, given as JSON text; at most 65,536 bytes, nested at most 16
-    deep.
+    """A JSON value that validates under this JSON schema, given as JSON text; at most 65,536 bytes and 16 schemas deep,
+    unless the service is set otherwise (`--max-schema-bytes`, `--max-schema-depth`).
     """
     json_object: _builtins.bool
     """Any JSON object; must be true."""
     regex: _builtins.str
     """Text that matches this regular expression as a whole; at most 4,096 bytes."""
     ebnf: _builtins.str
-    """Text of this grammar, in GBNF (the EBNF of llama.cpp), from its rule `root`; at most 65,536 bytes."""
+    """Text of this grammar, in GBNF (the EBNF of llama.cpp), from its rule `root`; as many bytes as a schema."""
     @_builtins.property
     def choice(self) -> Global___Choice:
         """One of these texts."""
@@ -390,11 +394,13 @@ class Chat(_message.Message):
     """The tool that must be called; belongs to tool_choice NAMED."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """At least one message, oldest first."""
+        """At least one message, at most 10,000, oldest first."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolDefinition]:
-        """Tools that the template describes to the model."""
+        """Tools that the template describes to the model, at most 1,000. Where they must be called, their JSON text may have
+        as many bytes as a schema of a constraint.
+        """
 
     def __init__(
         self,
@@ -430,10 +436,10 @@ class ChatMessage(_message.Message):
     content: _builtins.str
     """What is said."""
     tool_call_id: _builtins.str
-    """The call that a tool's turn answers."""
+    """The call that a tool's turn answers, at most 256 bytes."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Calls that an assistant's turn made."""
+        """Calls that an assistant's turn made, at most 1,000."""
 
     def __init__(
         self,
@@ -461,11 +467,11 @@ class ToolDefinition(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the function."""
+    """Name of the function; required, at most 256 bytes."""
     description: _builtins.str
     """What it does."""
     parameters_json: _builtins.str
-    """JSON schema of its parameters, as JSON text; unset: none."""
+    """JSON schema of its parameters, a JSON object as text, nested at most 120 deep; unset: none."""
     def __init__(
         self,
         *,
@@ -491,11 +497,11 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id of the call."""
+    """Id of the call, at most 256 bytes."""
     name: _builtins.str
-    """Name of the function."""
+    """Name of the function; of a request's call required, at most 256 bytes."""
     arguments_json: _builtins.str
-    """Arguments, a JSON object as text."""
+    """Arguments, a JSON object as text; of a request's call required, nested at most 120 deep."""
     def __init__(
         self,
         *,
@@ -671,8 +677,8 @@ class StopConditions(_message.Message):
     LENGTH).
     """
     min_tokens: _builtins.int
-    """No end of text and no stop token before this many tokens; stop strings are looked for in the text after them.
-    Default 0.
+    """No end of text and no stop token before this many tokens; stop strings are looked for in the text after them. Not
+    above max_tokens. Default 0.
     """
     ignore_eos: _builtins.bool
     """Go on after the model's end tokens. Default false."""
@@ -1272,7 +1278,7 @@ class EmbedRequest(_message.Message):
     request_id: _builtins.str
     """Id chosen by the caller, as in GenerateRequest."""
     model: _builtins.str
-    """Name of the model; unset: the only one."""
+    """Name of the model; unset: as in GenerateRequest."""
     pooling: Global___Pooling.ValueType
     """What of the last hidden state becomes the vector. Default LAST_TOKEN."""
     normalize: _builtins.bool
@@ -1439,7 +1445,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; unset: the only one."""
+    """Name of the model; unset: as in GenerateRequest."""
     text: _builtins.str
     """Plain text."""
     @_builtins.property
@@ -1501,7 +1507,7 @@ class DetokenizeRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; unset: the only one."""
+    """Name of the model; unset: as in GenerateRequest."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out. Default false."""
     @_builtins.property

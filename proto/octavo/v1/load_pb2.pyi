@@ -124,11 +124,11 @@ class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestP
     REQUEST_PHASE_UNSPECIFIED: _RequestPhase.ValueType  # 0
     """Never sent."""
     REQUEST_PHASE_PREPARING: _RequestPhase.ValueType  # 1
-    """No worker has it yet: it is checked, tokenized, or waits for one. Embeddings are in this phase to their end."""
+    """No worker has it yet: it is checked, tokenized, or waits for one."""
     REQUEST_PHASE_QUEUED: _RequestPhase.ValueType  # 2
     """It waits in the queue of a worker, perhaps again: after a preemption, or for another worker."""
     REQUEST_PHASE_PREFILL: _RequestPhase.ValueType  # 3
-    """Its prompt is being computed."""
+    """Its prompt is being computed; of embeddings, the first of their inputs."""
     REQUEST_PHASE_DECODE: _RequestPhase.ValueType  # 4
     """Tokens are being generated."""
     REQUEST_PHASE_PAUSED: _RequestPhase.ValueType  # 5
@@ -140,11 +140,11 @@ class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper):
 REQUEST_PHASE_UNSPECIFIED: RequestPhase.ValueType  # 0
 """Never sent."""
 REQUEST_PHASE_PREPARING: RequestPhase.ValueType  # 1
-"""No worker has it yet: it is checked, tokenized, or waits for one. Embeddings are in this phase to their end."""
+"""No worker has it yet: it is checked, tokenized, or waits for one."""
 REQUEST_PHASE_QUEUED: RequestPhase.ValueType  # 2
 """It waits in the queue of a worker, perhaps again: after a preemption, or for another worker."""
 REQUEST_PHASE_PREFILL: RequestPhase.ValueType  # 3
-"""Its prompt is being computed."""
+"""Its prompt is being computed; of embeddings, the first of their inputs."""
 REQUEST_PHASE_DECODE: RequestPhase.ValueType  # 4
 """Tokens are being generated."""
 REQUEST_PHASE_PAUSED: RequestPhase.ValueType  # 5

@@ -51,9 +51,9 @@ class LoadServiceServicer(object):
     """
 
     def WatchLoad(self, request, context):
-        """Sends a snapshot at once, then one an interval, and one when a worker comes or goes. Whoever reads slowly gets the newest, never a line of old ones. A
-        gateway has at most 32 of these calls, and refuses others with QUEUE_FULL. When the gateway drains, the last
-        snapshot says so and the call ends with DRAINING.
+        """Sends a snapshot at once, then one an interval, and one when a worker comes or goes. Whoever reads slowly gets the
+        newest, never a line of old ones. A gateway has at most 32 of these calls, and refuses others with QUEUE_FULL. When
+        the gateway drains, the last snapshot says so and the call ends with DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -68,7 +68,7 @@ class GetModelRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Its name; unset: the only one."""
+    """Its name; unset: as in GenerateRequest."""
     def __init__(
         self,
         *,
@@ -209,7 +209,7 @@ class RequestLimits(_message.Message):
     max_logprobs: _builtins.int
     """OutputOptions.logprobs, at most."""
     max_requests_per_worker: _builtins.int
-    """Requests of this gateway in flight, at most, per worker."""
+    """Outputs that a worker of the model runs and queues at once, at most, for all gateways; the least of its workers."""
     def __init__(
         self,
         *,

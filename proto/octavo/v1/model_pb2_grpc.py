@@ -59,7 +59,7 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """One model; NOT_FOUND where no worker serves it.
+        """One model; NOT_FOUND where there is none of that name, UNAVAILABLE while no worker of it is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
