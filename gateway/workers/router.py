@@ -25,8 +25,8 @@ IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A ready worker of the model. load: requests divided by the number that run at once (above 1: it queues).
-    waiting_tokens: prompt tokens it must compute first. fill: share of its blocks in use. step_tokens: its token budget
-    per step."""
+    waiting_tokens: prompt tokens it must compute first. fill: share of its blocks in use or cached. step_tokens: its
+    token budget per step."""
 
     incarnation: int
     load: float

@@ -35,7 +35,7 @@ class DecodeStep:
     """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
 
     vocab_size: ids from here on are never sampled. logits_BV: see `join_logits`. rows_B: the caller's buffer; None:
-    allocate one. result: the bytes of token_B, then of is_finite_B, for a caller that copies both at once. The pool's
+    allocate one. result: the bytes of token_B, then of is_finite_B, for a caller that takes both at once. The pool's
     last block is scratch.
     """
 

@@ -1,5 +1,5 @@
 """Steps that run before the first request, so that libraries compile and cache their kernels, and pages of the weights
-and of the pool are touched.
+are touched.
 
 Run on an idle runner whose pool is empty: no request will read the blocks that are written.
 """
