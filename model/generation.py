@@ -3,7 +3,8 @@
 It runs the family's program of a layer with the serving path's products, norms and MLP, and with an attention of its
 own: no pool, no table, no backend.
 
-Legend: T tokens of the sequence · N query heads · K kv heads · G query heads per kv head · H head dim · V vocabulary.
+Legend: T tokens of the sequence · N query heads · K kv heads · G query heads per kv head · H head dim · V vocabulary ·
+U the tokens again, as keys · D model dim · C columns of QKV.
 Must not know: pools, backends.
 """
 

@@ -7,7 +7,8 @@ One block is one row of bytes over all layers, keys before values, so that the c
 The scales of an e4m3 cache are folded into the weights (model/quantization/cache_scales.py): a row is all that there
 is.
 
-Legend: N blocks of a copy · W bytes of a row · L layers · P blocks of the pool. Must not know who owns a block.
+Legend: N blocks of a copy · W bytes of a row · L layers · P blocks of the pool · K kv heads · B block size · H head
+dim. Must not know who owns a block.
 """
 
 import ctypes

@@ -6,7 +6,8 @@ KvPool's write, `silu_mul` the expression in Mlp; `decode_attention` and `chunk_
 model.attention.reference; `largest` has ``max``.
 
 Legend: T tokens in this step · S sequences, or rows of logits · Q tokens of a chunk · N query heads · K kv heads ·
-H head dim · D model dim · I intermediate · P blocks · B block size · M table width · V vocabulary.
+H head dim · D model dim · I intermediate · P blocks · B block size · M table width · V vocabulary · E = 2 I · C columns
+of QKV.
 Must not know: layers, requests.
 """
 

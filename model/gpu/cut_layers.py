@@ -2,7 +2,7 @@
 size; the others are left to cuBLAS. Subclasses choose the kernels.
 
 Legend: T tokens · D model dim · I intermediate dim · C columns of QKV · O outputs · K inputs of a product · N heads ·
-H head dim.
+H head dim · A = N·H · E = 2 I.
 """
 
 from abc import ABC, abstractmethod

@@ -4,7 +4,9 @@ bits whatever else is in the batch (docs/decisions/0006-deterministic-mode.md).
 Decode and prompt tokens differ only in how their attention is listed. The slow references are the same as for
 model/gpu/layers.py.
 
-Legend: T tokens, decodes first · S sampled tokens · N query heads · H head dim · D model dim.
+Legend: T tokens, decodes first · S sampled tokens · N query heads · H head dim · D model dim · A = N·H · C columns of
+QKV · I intermediate dim · E = 2 I · V rows of the head · W those that this rank has · O outputs · Q inputs of a
+product.
 """
 
 from dataclasses import replace

@@ -6,7 +6,8 @@ The residual stream x is never normalised in memory: norms are folded into the w
 kernels that follow a product scale by 1 / rms(x).
 
 Legend: T tokens · S rows, of all tokens or some · N query heads · K kv heads · H head dim · D model dim ·
-I intermediate dim · A = N·H · C = (N + 2K)·H.
+I intermediate dim · A = N·H · C = (N + 2K)·H · E = 2 I · O outputs · Q inputs of a product · B decoded rows · R rows of
+the state.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,8 @@ Decode rows go through the decode kernel (position and last token come from the 
 kernels. Rows whose prompt ends in this step get their position here, and their first token is sampled with the decodes.
 A step of few tokens uses the products of a decode step of that many rows: products do not depend on the row state.
 
-Legend: T tokens · B decode rows · S sampled rows · N query heads · H head dim · W tiles of chunk attention.
+Legend: T tokens · B decode rows · S sampled rows · N query heads · H head dim · W tiles of chunk attention · D model
+dim · C columns of QKV · R rows of the state · E rows whose prompt ends.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,8 @@ another kernel finishes them.
 Larger batches use model/gpu/layers.py with model/kernels/attention/decode.py; model/gpu/autotune.py decides which of
 them a batch size uses.
 
-Legend: B sequences · D model dim · N query heads · H head dim · I intermediate dim.
+Legend: B sequences · D model dim · N query heads · H head dim · I intermediate dim · A = N·H · C columns of QKV ·
+E = 2 I · Q inputs of a product · W parts of a context, or columns of the head.
 """
 
 from dataclasses import dataclass, replace

@@ -3,7 +3,8 @@
 (x / rms(x) * g) @ W.T equals (x @ (W * g).T) / rms(x): with g in the matrix, no kernel normalises before a matrix
 product, and the consumer of the product applies 1 / rms(x). Folding is done in float32 and rounded once.
 
-Legend: D model dim · I intermediate dim · V rows of the embedding · C = (N + 2K)·H columns of the QKV product.
+Legend: D model dim · I intermediate dim · V rows of the embedding · C = (N + 2K)·H columns of the QKV product ·
+A = N·H · E = 2 I · L positions of the RoPE table.
 """
 
 from collections.abc import Callable

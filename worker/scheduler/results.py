@@ -3,7 +3,7 @@
 Rows of requests that have left their slot meanwhile are dropped; the others get their token, end, or end with an error.
 Knows no budget and no queue order.
 
-Shapes: N rows for which a token was sampled
+Shapes: N rows for which a token was sampled · A all rows of the step · U updates of tables · C copies · D hidden size
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ ones.
 In deterministic mode chunks have the same length whatever the batch (`FixedChunks`), an item is one or more of them,
 and the new token is in its chunk already, as it will be for later tokens.
 
-Legend: B sequences of the batch · R rows of the state · W capacity of the list.
+Legend: B sequences of the batch · R rows of the state · W capacity of the list · K kv heads.
 """
 
 from dataclasses import dataclass

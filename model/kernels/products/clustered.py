@@ -15,7 +15,7 @@ it adds them up in the order of the splits. Bits depend on the cut alone.
 
 The kernel (clustered.cu) is CUDA C++ for Hopper's instructions only (`fits_clustered`); elsewhere a library multiplies.
 
-Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
+Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim · E = 2 I. Must not know: layers.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ halves, side by side on the wide side of one instruction.
     loaded while this one's activation is computed. Within a group of token tiles, outputs change slowly, so that
     weights stay in the cache.
 
-Legend: T tokens · I intermediate dim · D model dim. Must not know: layers.
+Legend: T tokens · I intermediate dim · D model dim · E = 2 I. Must not know: layers.
 """
 
 from dataclasses import dataclass

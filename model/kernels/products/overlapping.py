@@ -18,7 +18,7 @@ tile or the other rows.
 The kernel is written in Gluon, for Hopper's instructions only (`fits`); model/kernels/products/split_k.py has the same
 products for all other devices and for triton's interpreter.
 
-Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
+Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim · E = 2 I. Must not know: layers.
 """
 
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ the inputs; the one that finishes a tile last adds up the splits in order, so th
     weight_OK   |-- split 0 --|-- split 1 --|-- split 2 --|        parts [tile, split], then out_TO
     tile of O   |  program    |  program    |  program    |
 
-Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
+Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim · E = 2 I. Must not know: layers.
 """
 
 from dataclasses import dataclass, replace

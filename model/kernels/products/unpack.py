@@ -1,6 +1,6 @@
 """Preparation for products of many tokens: integers unpacked to plain weights, and tokens rounded to e4m3.
 
-Legend: O outputs · I inputs · G groups · T tokens.
+Legend: O outputs · I inputs · G groups · T tokens · W bytes of a row of codes.
 """
 
 import torch

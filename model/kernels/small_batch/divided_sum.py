@@ -10,7 +10,7 @@ have read theirs.
 
 Must not know: how peers' memory is obtained, who copies, layers.
 
-Legend: T rows of the stream · R rows of a share · D columns.
+Legend: T rows of the stream · R rows of a share · D columns · G ranks.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Products of a few rows with a matrix that is read once: gate and up with SiLU, a product added to the residual
 stream, a product alone, and the head.
 
-Legend: B sequences · D model dim · I intermediate dim · Q inner dim of a product · O its outputs · V rows of the head.
+Legend: B sequences · D model dim · I intermediate dim · Q inner dim of a product · O its outputs · V rows of the head ·
+E = 2 I · T tokens, of which B are sampled.
 """
 
 import torch

@@ -6,7 +6,8 @@
 A launched step's tokens are in the rows as soon as ``launch`` returns, so that the next plan's decodes find them,
 collected or not. Must not know: the block manager, the scheduler, sockets, text.
 
-Legend: R slots · M table width · T tokens in this step · A sequences in this step · S those sampled for.
+Legend: R slots · M table width · T tokens in this step · A sequences in this step · S those sampled for · U updates of
+tables · C copies · N blocks of a copy · W bytes of a row · D model dim · V vocabulary.
 """
 
 import time
