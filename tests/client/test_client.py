@@ -240,6 +240,8 @@ def test_a_key_that_no_header_can_hold_is_told_before_any_call() -> None:
     for key in ("two\nlines", "schlüssel"):
         with pytest.raises(ValueError, match="visible ASCII"):
             Client("127.0.0.1:1", api_key=key)
+    with pytest.raises(TypeError, match=r"^api_key: is text, not a value of type bytes$"):
+        Client("127.0.0.1:1", api_key=b"secret")  # type: ignore[arg-type]
 
 
 def test_refused_keys_and_rights_have_a_class_of_their_own(client: Client, script: Script) -> None:

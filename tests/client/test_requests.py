@@ -1,6 +1,6 @@
 import pytest
 
-from octavo.client.requests import GenerateFields, chat_message, generate_request
+from octavo.client.requests import GenerateFields, chat_message, generate_request, request_of
 from octavo.v1 import inference_pb2
 
 
@@ -87,6 +87,13 @@ def test_what_is_no_text_or_no_sequence_is_told_with_its_value(fields: dict[str,
     with pytest.raises(TypeError) as caught:
         generate_request(**fields)
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 3}])
+def test_a_prompt_in_the_place_of_a_request_is_told_where_it_goes(fields: dict[str, int]) -> None:
+    """It was sent, and came back as a fault of the server."""
+    with pytest.raises(TypeError, match=r"^request: is a GenerateRequest, not 'Hello'; .* as text="):
+        request_of("Hello", fields)  # type: ignore[arg-type]
 
 
 def test_an_unknown_role_or_output_is_named() -> None:

@@ -146,9 +146,12 @@ def call_timeout(timeout_s: float | None) -> float | None:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
-    """The metadata that every call carries; None without a key. Raises ValueError for a key that no header can hold."""
+    """The metadata that every call carries; None without a key. Raises ValueError for a key that no header can hold,
+    TypeError for one that is no text."""
     if not api_key:
         return None
+    if not isinstance(api_key, str):
+        raise TypeError(f"api_key: is text, not a value of type {type(api_key).__name__}")  # a secret is not shown
     if not api_key.isascii() or not api_key.isprintable():
         raise ValueError("an API key has visible ASCII characters only")
     return (("authorization", f"Bearer {api_key}"),)

@@ -113,9 +113,12 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
 
 
 def request_of(request: inference_pb2.GenerateRequest | None, fields: GenerateFields) -> inference_pb2.GenerateRequest:
-    """The given request, or one with these fields. Raises TypeError for both, and what `generate_request` raises."""
+    """The given request, or one with these fields. Raises TypeError for both, for something else in the place of a
+    request (most often a prompt), and what `generate_request` raises."""
     if request is None:
         return generate_request(**fields)
+    if not isinstance(request, inference_pb2.GenerateRequest):
+        raise TypeError(f"request: is a GenerateRequest, not {request!r}; a prompt is given by its name, as text=…")
     if fields:
         raise TypeError(f"a request that is made takes no further fields; got {', '.join(sorted(fields))}")
     return request
