@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from octavo.cli.errors import CliError, shorten, usage
+from octavo.cli.settings.setting import is_host
 from octavo.cli.whole_number import whole_number
 from octavo.wire.endpoints import Endpoint, EndpointError, parse_endpoint, require_proof
 from octavo.wire.run_dir import RunDirError, default_run_dir, ensure_run_dir
@@ -28,9 +29,10 @@ def split_address(text: str) -> tuple[str, int]:
     """Split HOST:PORT into its parts, the host without brackets. Raises CliError."""
     host, _, word = text.rpartition(":")
     port = whole_number(word, least=1, most=65_535)
-    if not host or port is None:
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not is_host(host) or port is None:
         raise usage("bad value for --address", f"{shorten(text)} is not HOST:PORT", "write it as 127.0.0.1:50051")
-    return host.removeprefix("[").removesuffix("]"), port
+    return host, port
 
 
 def endpoints_of(flag: str, addresses: Iterable[str]) -> list[Endpoint]:

@@ -106,11 +106,16 @@ Names = Annotated[tuple[_Word, ...], BeforeValidator(_split)]
 """Several non-empty names: a repeated flag, a comma-separated variable, a string or list in the file."""
 
 
+def is_host(text: str) -> bool:
+    """Whether it may be a host's name or its address, without brackets: no URL, and without a port."""
+    return text.isprintable() and not {" ", "/"} & set(text) and (":" not in text or is_address(text))
+
+
 def _host(value: object) -> object:
     if not isinstance(value, str):
         return value
     host = value.removeprefix("[").removesuffix("]")
-    if not host.isprintable() or {" ", "/"} & set(host) or (":" in host and not is_address(host)):
+    if not is_host(host):
         raise ValueError("input should be a host name or an address alone, as localhost or ::1")
     return host
 

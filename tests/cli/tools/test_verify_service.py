@@ -65,7 +65,8 @@ def test_where_no_service_answers_the_flag_is_named_that_there_is(
 
 
 @pytest.mark.parametrize(
-    "address", ["", "localhost", "localhost:", ":50051", "h:0", "h:65536", "h:x", "h:٣", f"h:{5000 * '9'}"]
+    "address",
+    ["", "localhost", "localhost:", ":50051", "h:0", "h:65536", "h:x", "h:٣", f"h:{5000 * '9'}", "http://h:1", "a b:1"],
 )
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(CliError, match="is not HOST:PORT"):
