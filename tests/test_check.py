@@ -80,7 +80,7 @@ def test_files_of_which_nothing_is_taken_are_not_imported(expression: str, ignor
 
 def test_no_collection_of_garbage_walks_what_was_imported() -> None:
     assert gc.isenabled()
-    assert gc.get_freeze_count() > 100_000
+    assert gc.get_freeze_count() > 40_000  # also where this file alone was imported
 
 
 def test_targets_keep_bytecode_whatever_the_environment_says(tmp_path: Path) -> None:
