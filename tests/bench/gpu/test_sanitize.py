@@ -65,6 +65,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PLANTED", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a third of what each process imports, and used by none
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path / 'model/kernels'}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setattr(sanitize, "REPOSITORY", tmp_path)
