@@ -121,7 +121,7 @@ PLANTED: dict[str, list[tuple[type, str, Any]]] = {
 def test_a_planted_bug_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, attribute, replacement in PLANTED[mutant]:
         monkeypatch.setattr(owner, attribute, replacement)
-    for seed in range(120):
+    for seed in sorted(range(120), key=lambda seed: seed % 4 != 3):  # first those in which steps fail: they show most
         try:
             run(seed)
         except Exception:
