@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from octavo.gateway.dialects.unserved import path_by
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.v1 import inference_pb2 as pb
 
@@ -31,12 +32,10 @@ def apply_sampling(request: pb.GenerateRequest, values: Mapping[str, Any], *, pr
 
 def in_vllm_names(path: str) -> str:
     """This dialect's name for a field path of octavo.v1."""
-    for theirs, ours in _PATHS:
-        if path.startswith(theirs):
-            return ours + path.removeprefix(theirs)
-    return path
+    return path_by(_PATHS, path)
 
 
+# octavo.v1 -> here; the first prefix that matches.
 _PATHS = (
     ("sampling.", ""),
     ("stop.strings", "stop"),
