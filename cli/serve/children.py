@@ -27,7 +27,8 @@ class ManagedProcess(Protocol):
         """Whether it was started and has not ended."""
 
     async def run(self) -> int:
-        """Start it and wait for its end; returns the exit code, negative for a signal."""
+        """Start it and wait for its end; returns the exit code, negative for a signal. Raises OSError if it cannot be
+        started."""
 
     def terminate(self) -> None:
         """Let it drain; a second call stops it. No-op if it has ended."""
@@ -59,7 +60,8 @@ class Child:
         return self._process.pid if self._process else None
 
     async def run(self) -> int:
-        """Start it and wait for its end; returns the exit code, negative for a signal."""
+        """Start it and wait for its end; returns the exit code, negative for a signal. Raises OSError if it cannot be
+        started."""
         self._is_starting, self._asked = True, None
         try:
             self._process = await asyncio.create_subprocess_exec(

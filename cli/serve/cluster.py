@@ -83,7 +83,7 @@ print(json.dumps({"hosts": hosts, "head": context.gcs_address, "own": context.ge
 @contextmanager
 def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
     """The cluster of --cluster, while the service runs: what runs there ends with the service. Raises CliError if the
-    cluster cannot be joined, or has no room for the workers."""
+    cluster cannot be joined, or has no room for the workers; KeyFileError for --gateway-key-file."""
     head = head_of(settings.cluster)
     ray = _import_ray()
     if head.mode is not JoinMode.AUTO:

@@ -1,5 +1,5 @@
 """How many workers each model of a running service has, and how many gateways run on other hosts: set by operators over
-a socket in the run directory.
+a socket in the run directory, or, the workers alone, by the load (--autoscale).
 
 Gateways forward these calls from their AdminService; this user, who alone may open the socket, can also call it
 directly.

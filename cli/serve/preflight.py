@@ -79,7 +79,7 @@ except IndivisibleModel as error:
 
 
 def check_workers(settings: ServeSettings | WorkerSettings) -> None:
-    """Check models and device. Raises CliError, CheckpointError, CardError."""
+    """Check models and device. Raises CliError, CpuIsaError, CheckpointError, CardError."""
     check_device(settings.device)
     check_group_devices(settings)
     check_ranks_have_a_model(settings)
@@ -137,7 +137,7 @@ def check_peers(settings: ServeSettings) -> None:
 
 
 def check_workers_here(settings: ServeSettings) -> None:
-    """`check_workers`, and that no cluster settings are given. Raises CliError, CheckpointError, CardError."""
+    """`check_workers`, with its errors, and CliError if cluster settings are given."""
     if settings.cluster_address:
         raise usage(
             "--cluster-address needs --cluster",

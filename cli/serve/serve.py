@@ -1,4 +1,4 @@
-"""`octavo serve`: one host's service, from settings until the last process has ended."""
+"""`octavo serve`: a service, from settings until the last process has ended."""
 
 import asyncio
 import contextlib
@@ -73,8 +73,9 @@ process's own."""
 def serve(settings: ServeSettings) -> int:
     """Serve until a signal ends it. Returns 0.
 
-    Raises CliError, AccessFileError, CheckpointError, CardError, TooFewDescriptors if something is wrong before
-    anything was started; CliError if the service could not start or go on.
+    Raises CliError, AccessFileError, CpuIsaError, CheckpointError, CardError, KeyFileError, TooFewDescriptors if
+    something is wrong before anything was started; CliError if the service could not start or go on; OSError if a
+    process could not be started.
     """
     warn_of_variables()
     check_front(settings)
@@ -360,8 +361,8 @@ def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
 
 
 def choose_ports(settings: ServeSettings) -> list[int]:
-    """A metrics port for each process. A worker on a cluster keeps its configured port, or 0. Raises CliError if two
-    listeners want one port, a port is busy, or an address is not this host's; it names the flags.
+    """A metrics port for each process that has one. A worker on a cluster keeps its configured port, or 0. Raises
+    CliError if two listeners want one port, a port is busy, or an address is not this host's; it names the flags.
 
     Ports that the system chooses differ from all ports that were asked for.
     """

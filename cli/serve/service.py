@@ -84,7 +84,8 @@ class Service:
                 await asyncio.wait([task])
 
     async def run(self) -> int:
-        """Start everything, and return when everything has ended: 0 if it was asked to, 1 if it could not go on."""
+        """Start everything, and return when everything has ended: 0 if it was asked to, 1 if it could not go on. Raises
+        OSError if a process that has never served cannot be started."""
         for each in sorted(self._kept, key=lambda kept: kept.plan.role is not Role.WORKER):  # workers take longest
             self._start(each)
         roles = {each.plan.role for each in self._kept}

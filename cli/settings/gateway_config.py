@@ -1,6 +1,6 @@
 """Turns settings into the gateway's frozen configuration: addresses, limits, TLS, access.
 
-Only `check_access` reads files. Knows nothing of workers' models.
+Only `check_access` reads files. Of models it knows the names alone.
 """
 
 from pathlib import Path
@@ -93,7 +93,7 @@ def require_control_endpoint(settings: GatewaySettings | ServeSettings) -> None:
 
 
 def gateway_config(settings: GatewaySettings) -> GatewayConfig:
-    """The gateway's configuration. Raises CliError."""
+    """The gateway's configuration. Raises CliError for settings that are incomplete or exclude each other."""
     require_control_endpoint(settings)
     endpoints_of("--control-endpoint", [settings.control_endpoint] if settings.control_endpoint else [])
     endpoints_of("--peer-endpoint", settings.peer_endpoint)

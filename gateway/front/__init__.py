@@ -2,5 +2,6 @@
 
     HTTP, JSON -> fields.py (the request) -> octavo.v1 over gRPC -> chat.py, completions.py -> JSON, SSE
 
-Must not know: gateways, workers, models; it has what every caller of the service has.
+Must not know: how gateways, workers and models work; beside the sockets of this host's gateways it has what every
+caller of the service has.
 """

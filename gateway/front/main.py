@@ -57,7 +57,8 @@ class _Server(uvicorn.Server):
 
 
 def main(config: FrontConfig) -> int:
-    """Serve until a signal; returns the exit code. Raises OSError if the address cannot be bound."""
+    """Serve until a signal; returns the exit code. Raises OSError if the address cannot be bound, AccessFileError
+    if a certificate file cannot be used."""
     configure_logs(config.log_format, config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it is logged here instead
     settings = uvicorn.Config(

@@ -1,4 +1,5 @@
-"""Output pieces, ends and errors, and changes of the prefix cache, as messages of openengine.v1. Pure."""
+"""Output pieces, ends and errors, and changes of the prefix cache, as messages of openengine.v1. Pure, but for the
+time that a batch of changes carries."""
 
 import time
 from collections.abc import Iterable, Sequence

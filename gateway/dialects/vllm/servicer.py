@@ -209,7 +209,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        """About the model that the metadata names, else the only one."""
+        """About the model that the metadata or the port names, else the only one."""
         card = self._card()
         return info.model_info(card, self._models.files_of(card))
 
@@ -271,7 +271,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         raise NotOffered("StopProfile is not offered here")
 
     def _card(self) -> ModelCard:
-        """The card of the model that the metadata names, else the only one; the dialect has no field for it."""
+        """The card of the model that the metadata or the port names, else the only one; the dialect has no field for
+        it."""
         return self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
 
     def _workers(self) -> list[WorkerView]:
