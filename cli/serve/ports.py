@@ -1,4 +1,5 @@
-"""Checks, before anything starts, that ports and threads are available; chooses the port for 0."""
+"""Checks, before anything starts, that ports and threads are available; chooses the port for 0. `octavo serve` and
+`octavo doctor` go by the same lists of what listens on this host."""
 
 import errno
 import socket
@@ -6,11 +7,60 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from octavo.cli.errors import CliError, usage
+from octavo.cli.serve.launch import metrics_ports
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.settings.model_names import model_ports
 from octavo.cli.settings.setting import flag_of
 from octavo.wire.host import threads_to_be_had
 from octavo.wire.listener import family_and_host
 
 MAX_PORT = 65535
+
+
+def listening_hosts(settings: ServeSettings) -> list[tuple[str, str]]:
+    """(address, setting) of all that a service listens on here."""
+    hosts = [(settings.host, "host"), (settings.metrics_host, "metrics_host")]
+    hosts += [(settings.page_host, "page_host")] if settings.page != "off" else []
+    return hosts + ([(settings.openai_host, "openai_host")] if settings.openai is not None else [])
+
+
+def asked_ports(settings: ServeSettings) -> list[tuple[str, int, str]]:
+    """(address, port, setting) of each port that is asked for; those that the system chooses are left out. Raises
+    CliError, naming the flags, if two listeners want one port."""
+    asked = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
+    asked += [(settings.openai_host, settings.openai, "openai")]
+    asked += [(settings.page_host, settings.page_port, "page_port")] if settings.page != "off" else []
+    asked += [(settings.host, port, "model_port") for _, port in model_ports(settings.model_port)]
+    asked += [(settings.metrics_host, port, name) for name, port in _metrics_here(settings)]
+    flags = dict[int, str]()
+    found = [(host, port, name) for host, port, name in asked if port]
+    for _, port, name in found:
+        if port in flags:
+            numbers = f"{flags[port]} and {flag_of(name)} come to {port}"
+            raise usage("two listeners want one port", numbers, "change one of them")
+        flags[port] = flag_of(name)
+    return found
+
+
+def choose_ports(settings: ServeSettings) -> list[int]:
+    """A metrics port for each process that has one. A worker on a cluster keeps its configured port, or 0. Raises
+    CliError if two listeners want one port, a port is busy, or an address is not this host's; it names the flags.
+
+    Ports that the system chooses differ from all ports that were asked for.
+    """
+    for host, name in listening_hosts(settings):
+        require_address(host, name)
+    asked = asked_ports(settings)
+    for host, port, name in asked:
+        require_free(host, port, name)
+    taken, here = {port for _, port, _ in asked}, _metrics_here(settings)
+    return [port or free_port(settings.metrics_host, taken) for _, port in here] + [
+        port for _, port in metrics_ports(settings)[len(here) :]
+    ]
+
+
+def _metrics_here(settings: ServeSettings) -> list[tuple[str, int]]:
+    return [(name, port) for name, port in metrics_ports(settings) if name == "metrics_port" or not settings.cluster]
 
 
 def require_free(host: str, port: int, setting: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from octavo.cli.errors import CliError, usage
+from octavo.cli.errors import CliError
 from octavo.cli.serve.children import Child, ManagedProcess, OnLine
 from octavo.cli.serve.launch import (
     READY_FILE,
@@ -24,7 +24,6 @@ from octavo.cli.serve.launch import (
     command_line,
     environment,
     local_links,
-    metrics_ports,
     plan_placed_gateway,
     plan_processes,
     plan_worker,
@@ -36,7 +35,7 @@ from octavo.cli.serve.launch import (
     write_settings,
 )
 from octavo.cli.serve.placement import GatewayDirectory
-from octavo.cli.serve.ports import free_port, held_port, require_address, require_free, require_threads
+from octavo.cli.serve.ports import choose_ports, free_port, held_port, require_free, require_threads
 from octavo.cli.serve.preflight import (
     check_connections,
     check_front,
@@ -57,7 +56,6 @@ from octavo.cli.settings.addresses import join_address, reachable
 from octavo.cli.settings.gateway_config import check_access, check_exposed
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import check_model_ports, model_ports
-from octavo.cli.settings.setting import flag_of
 from octavo.cli.whole_file import write_whole
 from octavo.wire.host import ending_signals, usable_cores
 
@@ -358,39 +356,6 @@ def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
     """Report it if the summary could not be made; the service goes on."""
     if not announcer.cancelled() and (error := announcer.exception()) is not None:
         notice(f"no summary: {type(error).__name__}: {error}")
-
-
-def choose_ports(settings: ServeSettings) -> list[int]:
-    """A metrics port for each process that has one. A worker on a cluster keeps its configured port, or 0. Raises
-    CliError if two listeners want one port, a port is busy, or an address is not this host's; it names the flags.
-
-    Ports that the system chooses differ from all ports that were asked for.
-    """
-    chosen = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
-    chosen += [(settings.openai_host, settings.openai, "openai")]
-    chosen += [(settings.page_host, settings.page_port or 0, "page_port")] if settings.page != "off" else []
-    chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings.model_port)]
-    here = [(name, port) for name, port in metrics_ports(settings) if name == "metrics_port" or not settings.cluster]
-    chosen += [(settings.metrics_host, port, name) for name, port in here]
-    hosts = [(settings.host, "host"), (settings.metrics_host, "metrics_host")]
-    hosts += [(settings.page_host, "page_host")] if settings.page != "off" else []
-    hosts += [(settings.openai_host, "openai_host")] if settings.openai is not None else []
-    for host, name in hosts:
-        require_address(host, name)
-    flags = dict[int, str]()
-    for _, port, name in chosen:
-        if port in flags:
-            numbers = f"{flags[port]} and {flag_of(name)} come to {port}"
-            raise usage("two listeners want one port", numbers, "change one of them")
-        if port:
-            flags[port] = flag_of(name)
-    for host, port, name in chosen:
-        if port:
-            require_free(host, port, name)
-    taken = set(flags)
-    return [port or free_port(settings.metrics_host, taken) for _, port in here] + [
-        port for _, port in metrics_ports(settings)[len(here) :]
-    ]
 
 
 def _on_signal(service: Service, notice: Notice) -> None:

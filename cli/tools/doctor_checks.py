@@ -1,4 +1,5 @@
-"""The checks of `octavo doctor`: packages, devices, CPU, memory, disk, ports. Each returns a finding."""
+"""The checks of `octavo doctor` that need no model: packages, devices, CPU, memory, run directory, ports, certificates,
+open files, variables. Each returns what it has found."""
 
 import importlib.metadata
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from octavo.cli.errors import CliError
-from octavo.cli.serve.ports import require_address, require_free
+from octavo.cli.serve.ports import asked_ports, listening_hosts, require_address, require_free
 from octavo.cli.serve.preflight import unknown_variables
 from octavo.cli.settings.gateway_config import access_config
 from octavo.cli.settings.groups import ServeSettings
@@ -159,7 +160,7 @@ def check_run_folder(settings: ServeSettings) -> Finding:
 def check_ports(settings: ServeSettings) -> list[Finding]:
     """The addresses that `octavo serve` would listen on are this host's, and the ports are free."""
     found = []
-    for host, name in ((settings.host, "host"), (settings.metrics_host, "metrics_host")):
+    for host, name in listening_hosts(settings):
         try:
             require_address(host, name)
         except CliError as error:
@@ -167,18 +168,19 @@ def check_ports(settings: ServeSettings) -> list[Finding]:
             found.append(Finding(name="address", verdict=Verdict.BAD, detail=detail, advice=error.change))
     if found:
         return found
-    wanted = [
-        (settings.host, "port", settings.port),
-        (settings.metrics_host, "metrics_port", settings.metrics_port),
-        (settings.metrics_host, "worker_metrics_port", settings.worker_metrics_port),
-    ]
-    for host, name, port in wanted:
+    try:
+        wanted = asked_ports(settings)
+    except CliError as error:
+        detail = f"{error.what}: {error.numbers}"
+        return [Finding(name="ports", verdict=Verdict.BAD, detail=detail, advice=error.change)]
+    for host, port, name in wanted:
         try:
             require_free(host, port, name)
         except CliError as error:
             found.append(Finding(name="port", verdict=Verdict.WARNING, detail=error.numbers, advice=error.change))
-    free = ", ".join(str(port) for _, _, port in wanted)
-    return found or [Finding(name="ports", verdict=Verdict.GOOD, detail=f"{free} are free")]
+    free = ", ".join(str(port) for _, port, _ in wanted)
+    detail = f"free: {free}" if free else "the system chooses them"
+    return found or [Finding(name="ports", verdict=Verdict.GOOD, detail=detail)]
 
 
 def check_certificates(settings: ServeSettings) -> list[Finding]:

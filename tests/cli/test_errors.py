@@ -12,9 +12,9 @@ import pytest
 
 from octavo.cli.errors import CliError, did_you_mean, nearest
 from octavo.cli.explain import explain
-from octavo.cli.serve import serve
+from octavo.cli.serve import ports
 from octavo.cli.serve.launch import READY_FILE, run_folder
-from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
+from octavo.cli.serve.ports import busy_port, choose_ports, free_port, held_port, require_free
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
@@ -159,7 +159,7 @@ def test_an_address_that_cannot_be_bound_says_why(address: str, why: str) -> Non
 @pytest.mark.parametrize("host", ["192.0.2.1", "nosuch.invalid", "a..b", "x" * 300])
 def test_an_address_that_is_not_this_hosts_names_its_flag(host: str) -> None:
     with pytest.raises(CliError) as caught:
-        serve.choose_ports(ServeSettings(metrics_host=host, port=0, metrics_port=0, worker_metrics_port=0))
+        choose_ports(ServeSettings(metrics_host=host, port=0, metrics_port=0, worker_metrics_port=0))
     assert (caught.value.what, caught.value.exit_code) == ("bad value for --metrics-host", 2)
 
 
@@ -173,7 +173,7 @@ def test_an_address_that_is_not_this_hosts_names_its_flag(host: str) -> None:
 def test_ports_that_are_counted_beyond_the_last_one_name_their_flag(given: dict[str, int], flag: str) -> None:
     settings = ServeSettings(**{"port": 0, "metrics_port": 0, "worker_metrics_port": 0} | given)  # type: ignore[arg-type]
     with pytest.raises(CliError) as caught:
-        serve.choose_ports(settings)
+        choose_ports(settings)
     assert (caught.value.what, caught.value.exit_code) == (f"bad value for {flag}", 2)
 
 
@@ -190,7 +190,7 @@ def test_ports_that_are_counted_beyond_the_last_one_name_their_flag(given: dict[
 )
 def test_two_listeners_that_want_one_port_are_named(given: dict[str, int], clash: str) -> None:
     with pytest.raises(CliError) as caught:
-        serve.choose_ports(ServeSettings(**given))  # type: ignore[arg-type]
+        choose_ports(ServeSettings(**given))  # type: ignore[arg-type]
     assert (caught.value.what, caught.value.numbers) == ("two listeners want one port", clash)
     assert caught.value.exit_code == 2
 
@@ -272,7 +272,7 @@ def test_a_port_that_the_system_chooses_is_none_of_those_asked_for(monkeypatch: 
         taken.add(port)
         return port
 
-    monkeypatch.setattr(serve, "free_port", offer)
+    monkeypatch.setattr(ports, "free_port", offer)
     settings = ServeSettings(
         admin_port=admin,
         model=["one=x", "two=y"],
@@ -280,7 +280,7 @@ def test_a_port_that_the_system_chooses_is_none_of_those_asked_for(monkeypatch: 
         metrics_port=0,
         worker_metrics_port=0,
     )
-    assert serve.choose_ports(settings) == others
+    assert choose_ports(settings) == others
 
 
 def test_a_held_port_can_be_shared_and_not_taken() -> None:
@@ -358,9 +358,27 @@ def test_doctor_finds_busy_ports_open_folders_and_mistyped_variables(
         assert [each.verdict for each in check_ports(busy)] == [Verdict.WARNING]
 
 
-@pytest.mark.parametrize("flag", ["--host", "--metrics-host"])
+@pytest.mark.parametrize("setting", ["admin_port", "openai", "page_port", "model_port"])
+def test_doctor_looks_at_every_port_that_serve_would_listen_on(setting: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        number = listener.getsockname()[1]
+        value = [f"folio-chat={number}"] if setting == "model_port" else number
+        settings = ServeSettings(port=0, metrics_port=0, worker_metrics_port=0, **{setting: value})  # type: ignore[arg-type]
+        (found,) = check_ports(settings)
+    assert (found.verdict, found.detail) == (Verdict.WARNING, f"another process listens on 127.0.0.1:{number}")
+
+
+def test_doctor_finds_two_listeners_that_want_one_port() -> None:
+    (found,) = check_ports(ServeSettings(openai=50051))
+    told = "two listeners want one port: --port and --openai come to 50051"
+    assert (found.verdict, found.detail) == (Verdict.BAD, told)
+
+
+@pytest.mark.parametrize("flag", ["--host", "--metrics-host", "--page-host", "--openai-host"])
 def test_doctor_finds_an_address_that_serve_would_refuse(flag: str) -> None:
-    settings = ServeSettings(**{flag.removeprefix("--").replace("-", "_"): "192.0.2.1"})  # type: ignore[arg-type]
+    settings = ServeSettings(openai=0, **{flag.removeprefix("--").replace("-", "_"): "192.0.2.1"})  # type: ignore[arg-type]
     (found,) = check_ports(settings)
     assert (found.verdict, found.detail) == (
         Verdict.BAD,
