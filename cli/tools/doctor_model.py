@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.explain import explain
-from octavo.cli.serve.preflight import check_device, check_model, check_names
+from octavo.cli.serve.preflight import check_device, check_model, check_names, serves_on_gpu
 from octavo.cli.settings.groups import ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import check_revision, split_model
 from octavo.cli.settings.worker_config import pick_device
@@ -228,7 +228,7 @@ def _check_disk(name: str, folder: Path, num_bytes: int, advice: str) -> Finding
 def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
     """Main memory for the weights of each worker, unless they are on a GPU."""
     available, wanted = available_bytes(), num_bytes * settings.workers
-    if settings.device.startswith("cuda"):
+    if serves_on_gpu(settings):
         return Finding(name="weights", verdict=Verdict.GOOD, detail=f"{_gib(num_bytes)}, into the GPU's memory")
     is_good, workers = wanted <= available, f"{settings.workers} worker{'s' * (settings.workers != 1)}"
     return Finding(
@@ -253,8 +253,9 @@ def _check_kernel_cache() -> Finding:
 
 
 def _check_kernels(settings: ServeSettings) -> list[Finding]:
-    """A compiler and the kernels that it makes. Without them torch serves, more slowly: a warning."""
-    if settings.device.startswith("cuda"):
+    """A compiler and the kernels that it makes for a CPU; empty for a GPU. Without them torch serves, more slowly: a
+    warning."""
+    if serves_on_gpu(settings):
         return []
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:

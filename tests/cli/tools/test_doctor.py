@@ -9,6 +9,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools import doctor_model
 from octavo.cli.tools.doctor_checks import Finding, Verdict
 from octavo.cli.tools.doctor_model import check_models
 from tests.support.model.checkpoints import write_tiny_checkpoint
@@ -27,6 +28,14 @@ def test_it_looks_at_what_serving_a_model_needs(tmp_path: Path, monkeypatch: pyt
     assert not [each for each in good.values() if each.verdict is Verdict.BAD]
     bad = found(ServeSettings(model=("nothing-like-it",), device="tpu"))
     assert {name for name, each in bad.items() if each.verdict is Verdict.BAD} == {"device", "checkpoint"}
+
+
+def test_weights_for_a_gpu_need_no_main_memory_and_no_kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_model, "serves_on_gpu", lambda settings: settings.device != "cpu")
+    on_gpu, on_cpu = found(ServeSettings(device="auto")), found(ServeSettings(device="cpu"))
+    assert on_gpu["weights"].detail.endswith("into the GPU's memory")
+    assert on_cpu["weights"].detail.endswith("of memory available")
+    assert ("compiler" in on_gpu, "compiler" in on_cpu) == (False, True)
 
 
 def test_it_exits_with_one_where_something_is_missing(
