@@ -1,6 +1,6 @@
 """Errors as a person reads them: what happened, with which numbers, what to change; and the known name that was meant.
 
-Knows no command; must not print (that is `cli.main`'s).
+Knows no command; must not print (`cli.explain` does).
 """
 
 from collections.abc import Iterable

@@ -177,7 +177,7 @@ def _seconds(stamp: object) -> float:
 
 
 def _count(row: Any, name: str) -> int:
-    """Tokens; none count as one. Raises KeyError, TypeError, ValueError."""
+    """Tokens, 0 for none. Raises KeyError, TypeError, ValueError."""
     try:
         count = int(row[name])
     except (OverflowError, ValueError):

@@ -1,4 +1,5 @@
-"""Turns settings and options of `octavo generate` into fields of the request. Pure.
+"""Turns settings and options of `octavo generate` into fields of the request. Pure, but for the files of schemas and
+grammars.
 
 Options come in groups: each attribute of a group is an option."""
 

@@ -1,4 +1,4 @@
-"""The commands around a service: top, ps, pull, tour, sizing, verify, doctor, config, keys."""
+"""The commands around a service: top, ps, scale, pull, tour, sizing, verify, doctor, config, keys."""
 
 import sys
 from pathlib import Path

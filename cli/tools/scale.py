@@ -30,7 +30,7 @@ _ADVICE = {
 
 def scale(settings: ScaleSettings, words: Sequence[str], num_gateways: int | None, *, is_named: bool) -> int:
     """Print the old and new numbers of workers, of gateways on other hosts, or of both. is_named: host or port identify
-    the service. Raises CliError."""
+    the service. Raises CliError, RunDirError."""
     asked = _read(words) if words or num_gateways is None else None
     with _channel(settings, is_named=is_named) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
