@@ -201,11 +201,8 @@ def test_a_small_mistake_in_one_dtype_alone_is_red_there_and_only_there(
     name: str, damage: Callable[[CausalLM], None], dtype: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, dtype, damage)
-    if name == "folio-chat":
-        rows = compare(resolve_checkpoint(name), max_model_len=160)
-    else:
-        rows = compare(tiny)
-    found = red(rows)
+    is_folio = name == "folio-chat"
+    found = red(compare(resolve_checkpoint(name), max_model_len=160) if is_folio else compare(tiny))
     assert found[dtype]
     assert not found[WIDE if dtype == HALF else HALF]
 
