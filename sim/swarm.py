@@ -296,7 +296,7 @@ def _rushes(
 
 
 def _rusher(config: SimConfig, rng: random.Random, index: int, num: int, at_s: float) -> RequestSpec:
-    """index: among those who rush. All of them together have twice the outputs that run at once."""
+    """index: among those who rush. All of them together have two to four times the outputs that run at once."""
     room = _room(config)
     length = rng.randint(1, max(1, min(room // 3, 48)))
     return RequestSpec(

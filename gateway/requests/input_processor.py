@@ -110,7 +110,7 @@ class Prepared:
     """Everything a worker needs, and the form of the answer.
 
     prompt_ids_T: int32, at least one.
-    prompt_text: what was tokenized; empty if the caller gave ids.
+    prompt_text: of the ids that are kept; empty if the caller gave ids.
     outputs: the format of each output.
     grammar: what every output must match; None: anything.
     bad_words: as token sequences.

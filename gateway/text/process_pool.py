@@ -108,8 +108,9 @@ class ProcessPool:
             self._keep(self._make_idle())
 
     async def run(self, work: Work, *, share: Share, max_wait_s: float | None = None) -> tuple[bytes, str]:
-        """(kind, text) of the answer. Raises Stopped, and TextQueueFull if too much is waiting or its turn has not come
-        within max_wait_s. A cancelled caller leaves at once; work that has begun ends by itself."""
+        """(kind, text) of the answer. Raises Stopped, and TextQueueFull if too much is waiting, its turn has not come
+        within max_wait_s, or no process can be had. A cancelled caller leaves at once; work that has begun ends by
+        itself."""
         loop = asyncio.get_running_loop()
         job = _Job(work, loop.create_future())
         self._queue.push(job, num_bytes=work.num_bytes, share=share)
