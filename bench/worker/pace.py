@@ -80,7 +80,7 @@ def nano(seed: int) -> list[Asked]:
 
 
 def code(seed: int, *, count: int, rate: float | None, long_share: float = 0.0) -> list[Asked]:
-    """Prompts around 2,000 tokens, outputs around 28. rate: requests per second; None: all at once. long_share: share
+    """Prompts around 2,000 tokens, outputs around 24. rate: requests per second; None: all at once. long_share: share
     of prompts with 30,000 tokens."""
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(7.25, 0.9, count), 3, 7437).astype(int)
