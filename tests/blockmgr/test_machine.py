@@ -9,7 +9,7 @@ from tests.support.blockmgr.walk import walk
 
 
 def test_any_order_of_calls_keeps_every_invariant() -> None:
-    run_state_machine_as_test(KvMachine, settings=settings(max_examples=75, stateful_step_count=50))
+    run_state_machine_as_test(KvMachine, settings=settings(max_examples=150, stateful_step_count=50))
 
 
 @pytest.mark.parametrize("decade", range(10))
