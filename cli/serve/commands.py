@@ -28,7 +28,7 @@ def register(app: "typer.Typer") -> None:
 
 
 def serve(resolved: Resolved[ServeSettings]) -> int:
-    """Serve on this host: starts gateways and workers, restarts what dies.
+    """Serve on this host, or with --cluster on several: starts gateways and workers, restarts what dies.
 
     The first Ctrl-C or SIGTERM drains (requests in flight finish), the second stops.
     """
