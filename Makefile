@@ -35,9 +35,12 @@ demo: install ## start a service on the embedded model, ask three questions, sho
 serve: install ## serve the embedded model until Ctrl-C
 	@$(BIN)/octavo serve
 
-# What does not fit into a minute is named at the end. mypy keeps what it knows in .mypy_cache.
-check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
+# What does not fit into a minute is named at the end; style and types are looked at meanwhile, and told behind the tests.
+# mypy keeps what it knows in .mypy_cache.
+check: dev ## style, types and the fast tests, in under a minute on two cores; says what it left out
+	@said=$$(mktemp); $(MAKE) --no-print-directory lint >$$said 2>&1 & style=$$!; status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.check || status=$$?; \
+	wait $$style || status=$$?; cat $$said; rm $$said; exit $$status
 
 # First what mostly computes, in one process more than there are cores, for some wait; then what starts services or looks at
 # the time, two files a core, for they wait more than they compute: others may be asked for by ALONE_JOBS=2. The longest
