@@ -25,7 +25,7 @@ def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping
     if names[0] == "json_schema":
         assign(constraint, "json_schema", schema_text(value))
     elif names[0] == "choice":
-        extend(constraint.choice.options, "choice", value)
+        extend(constraint.choice, "options", value, name="choice")
     else:
         assign(constraint, names[0], value)
 

@@ -1,6 +1,6 @@
 """Sets fields of messages from plain Python values; errors name the field that cannot hold its value. Pure: no I/O."""
 
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ def made(message: M, **fields: object) -> M:
     """The message with these fields; those that are None stay unset. Raises as `assign`."""
     for name, value in fields.items():
         if value is not None and message.DESCRIPTOR.fields_by_name[name].is_repeated:
-            extend(getattr(message, name), name, value)
+            extend(message, name, value)
         elif value is not None:
             assign(message, name, value)
     return message
@@ -23,32 +23,29 @@ def made(message: M, **fields: object) -> M:
 def assign(message: Message, name: str, value: object) -> None:
     """Set a field. Raises TypeError or ValueError whose message begins with the field's name."""
     with naming(name):
-        if message.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_STRING:
-            check_text(value)
+        if _is_text(message, name) and not isinstance(value, str | bytes):
+            raise TypeError(f"is text, not {value!r}")
         setattr(message, name, value)
 
 
-def check_text(value: object) -> None:
-    """Raises TypeError for what no field of text can hold: protobuf names neither the value nor what it should be."""
-    if not isinstance(value, str | bytes):
-        raise TypeError(f"is text, not {value!r}")
-
-
-def extend(repeated: MutableSequence[Any], name: str, values: Any) -> None:
-    """The same for a repeated field. A single text is a TypeError: each of its characters would become an element."""
-    with naming(name):
+def extend(message: Message, field: str, values: Any, *, name: str | None = None) -> None:
+    """The same for a repeated field. name: what the caller knows it by, if not by the field's. A single text is a
+    TypeError: each of its characters would become an element."""
+    with naming(name or field):
         if isinstance(values, str):
             raise TypeError(f"is a sequence, not the text {values!r}")
         if not isinstance(values, Iterable):
             raise TypeError(f"is a sequence, not {values!r}")
         values = list(values)
-        try:
-            repeated.extend(values)
-        except TypeError as error:
-            if "argument type" not in str(error):  # which is of text alone
-                raise
-            wrong = next((each for each in values if not isinstance(each, str | bytes)), None)
-            raise TypeError(f"{wrong!r} is no text") from None
+        wrong = [each for each in values if not isinstance(each, str | bytes)] if _is_text(message, field) else []
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is no text")
+        getattr(message, field).extend(values)
+
+
+def _is_text(message: Message, field: str) -> bool:
+    """Whether it takes text alone: of other values protobuf tells neither what they are nor what they should be."""
+    return bool(message.DESCRIPTOR.fields_by_name[field].type == FieldDescriptor.TYPE_STRING)
 
 
 @contextmanager

@@ -179,7 +179,7 @@ def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict[str, Any])
         assign(sampling, name, given.pop(name))
     for name in _SAMPLING_LISTS:
         if name in given:
-            extend(getattr(sampling, name), name, given.pop(name))
+            extend(sampling, name, given.pop(name))
     with naming("logit_bias"):
         sampling.logit_bias.update(given.pop("logit_bias", {}))
 
@@ -188,9 +188,9 @@ def _set_stop(stop: inference_pb2.StopConditions, given: dict[str, Any]) -> None
     for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop"):
         if name in given:
             assign(stop, name, given.pop(name))
-    for name, repeated in (("stop", stop.strings), ("stop_token_ids", stop.token_ids)):
+    for name, field in (("stop", "strings"), ("stop_token_ids", "token_ids")):
         if name in given:
-            extend(repeated, name, given.pop(name))
+            extend(stop, field, given.pop(name), name=name)
 
 
 def _set_output(output: inference_pb2.OutputOptions, given: dict[str, Any]) -> None:
