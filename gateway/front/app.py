@@ -223,21 +223,22 @@ class _Front:
         return body
 
     async def _body(self, request: Request) -> bytes:
-        too_long = ApiError(413, f"the body has more than {self._max_body_bytes:,} bytes")
         # The server has refused what is no number. Whoever sends slowly, or not at all, need not be waited for.
-        if int(request.headers.get("content-length", 0)) > self._max_body_bytes:
-            raise too_long
+        self._check_length(int(request.headers.get("content-length", 0)))
         pieces, num_bytes = [], 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.stream():
                     num_bytes += len(piece)
-                    if num_bytes > self._max_body_bytes:
-                        raise too_long
+                    self._check_length(num_bytes)
                     pieces.append(piece)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", type="timeout_error") from None
         return b"".join(pieces)
+
+    def _check_length(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise ApiError(413, f"the body has more than {self._max_body_bytes:,} bytes")
 
 
 def _envelope(prefix: str, model: str) -> Envelope:
