@@ -31,10 +31,7 @@ _SIGNS = {
 }
 """What an error that has no number says of such a limit."""
 _KNOWN = {
-    "CheckpointError": (
-        "the checkpoint cannot be used",
-        "check the name of the model, or download it again",
-    ),
+    "CheckpointError": ("the checkpoint cannot be used", "check the name of the model, or download it again"),
     "HubUnreachable": (
         "the checkpoint cannot be fetched",
         "look at the network (HF_ENDPOINT names another hub), or give a folder with --model",

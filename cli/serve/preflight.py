@@ -17,11 +17,12 @@ from pathlib import Path
 from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.serve.combinations import check_combinations
 from octavo.cli.serve.ports import MAX_PORT, free_port
+from octavo.cli.settings.addresses import endpoints_of
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.key_files import require_keys
 from octavo.cli.settings.model_names import check_revision, is_local, split_model
 from octavo.cli.settings.setting import ENV_PREFIX
-from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard, parse_endpoint
+from octavo.wire.endpoints import EndpointError, EndpointsFile, Transport, is_address, is_wildcard
 from octavo.wire.host import most_descriptors
 
 OTHER_VARIABLES = frozenset(
@@ -108,17 +109,15 @@ def check_peers(settings: ServeSettings) -> None:
     require_control_endpoint(settings)
     if not settings.control_endpoint:
         return
-    flag, advice = "--control-endpoint", "write it as tcp://10.0.0.1:5556"
+    advice = "write it as tcp://10.0.0.1:5556"
+    (first,) = endpoints_of("--control-endpoint", [settings.control_endpoint], advice=advice)
+    endpoints_of("--peer-endpoint", settings.peer_endpoint, advice=advice)
     try:
-        first = parse_endpoint(settings.control_endpoint)
-        flag = "--peer-endpoint"
-        for each in settings.peer_endpoint:
-            parse_endpoint(each)
-        flag, advice = "--peer-endpoints-file", "write tcp://10.0.0.1:5556 and the like into it, one on each line"
         if settings.peer_endpoints_file:
             EndpointsFile(settings.peer_endpoints_file).changed()
     except EndpointError as error:
-        raise usage(f"bad value for {flag}", str(error), advice) from None
+        advice = "write tcp://10.0.0.1:5556 and the like into it, one on each line"
+        raise usage("bad value for --peer-endpoints-file", str(error), advice) from None
     last = first.port + settings.num_gateways - 1
     if first.transport is not Transport.TCP or not first.port or last > MAX_PORT:
         raise usage(

@@ -35,12 +35,13 @@ def split_address(text: str) -> tuple[str, int]:
     return host, port
 
 
-def endpoints_of(flag: str, addresses: Iterable[str]) -> list[Endpoint]:
+def endpoints_of(
+    flag: str, addresses: Iterable[str], *, advice: str = "write it as ipc:///folder/name.sock or tcp://host:port"
+) -> list[Endpoint]:
     """The endpoints that a flag names. Raises CliError."""
     try:
         return [parse_endpoint(address) for address in addresses]
     except EndpointError as error:
-        advice = "write it as ipc:///folder/name.sock or tcp://host:port"
         raise usage(f"bad value for {flag}", str(error), advice) from None
 
 
