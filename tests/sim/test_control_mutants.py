@@ -56,30 +56,27 @@ def cancelled_outputs_migrate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Migration, "_may_move", careless)
 
 
-@mutant
-def a_failed_call_is_not_cancelled_at_the_worker(patch: pytest.MonkeyPatch) -> None:
+def cancel_nothing(patch: pytest.MonkeyPatch, is_meant: Callable[[TrackedRequest], bool]) -> None:
+    """Calls that are meant are closed without a word to the worker."""
     close = RequestTracker.close
 
     def careless(self: RequestTracker, tracked: TrackedRequest) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            if any(stream.state is StreamState.FAILED for stream in tracked.streams):
+            if is_meant(tracked):
                 inner.setattr(self._pool, "cancel", lambda handle: None)
             close(self, tracked)
 
     patch.setattr(RequestTracker, "close", careless)
+
+
+@mutant
+def a_failed_call_is_not_cancelled_at_the_worker(patch: pytest.MonkeyPatch) -> None:
+    cancel_nothing(patch, lambda tracked: any(stream.state is StreamState.FAILED for stream in tracked.streams))
 
 
 @mutant
 def a_call_whose_caller_left_is_not_cancelled_at_the_worker(patch: pytest.MonkeyPatch) -> None:
-    close = RequestTracker.close
-
-    def careless(self: RequestTracker, tracked: TrackedRequest) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            if all(stream.state is StreamState.RUNNING for stream in tracked.streams):
-                inner.setattr(self._pool, "cancel", lambda handle: None)
-            close(self, tracked)
-
-    patch.setattr(RequestTracker, "close", careless)
+    cancel_nothing(patch, lambda tracked: all(stream.state is StreamState.RUNNING for stream in tracked.streams))
 
 
 @mutant
