@@ -83,9 +83,22 @@ def test_no_collection_of_garbage_walks_what_was_imported() -> None:
     assert gc.get_freeze_count() > 40_000  # also where this file alone was imported
 
 
+def test_make_tells_what_a_check_would_run_without_running_it() -> None:
+    """With programs that are nowhere: what ran would fail."""
+    command = ["make", "-n", "check", "-o", "dev", "BIN=/nowhere"]
+    environment = os.environ | {"MAKEFLAGS": ""}
+    said = subprocess.run(
+        command, cwd=check.TESTS.parent, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert said.returncode == 0, said.stderr
+    assert "/nowhere/python -m tests.check" in said.stdout
+    assert " lint " in said.stdout
+    assert "/nowhere/mypy" not in said.stdout
+
+
 def test_targets_keep_bytecode_whatever_the_environment_says(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"include {check.TESTS.parent / 'Makefile'}\nkept:\n\t@env\n")
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "MAKEFLAGS": ""}
     said = subprocess.run(["make", "-s", "kept"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True)
     assert b"\nPYTHONDONTWRITEBYTECODE=\n" in said.stdout
 
