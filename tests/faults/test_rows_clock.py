@@ -19,6 +19,7 @@ HOUR_S = 3600
 JUMPS_S = (HOUR_S, -HOUR_S, 10 * 365 * 86400, 0)
 HEARTBEAT_TIMEOUT_S = 10.0
 DEADLINE_S = 1.0
+SLEWED_S = 0.1  # gRPC takes a deadline for a date, and the machine's own clock may be slewed meanwhile
 SETTINGS = (
     "--workers=2", f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}", "--heartbeat-interval-s=0.2", "--stall-timeout-s=15",
     "--public-scopes=generate", "--public-scopes=health", "--public-scopes=models", "--public-scopes=admin",
@@ -91,7 +92,7 @@ async def test_row_59_a_clock_that_jumps_ends_nothing_but_keys(bench: Any, tmp_p
         await running
         assert {each.pid for name in ("gateway", "worker") for each in faults.service.children(name)} == processes
         assert codes == ["OK", "UNAUTHENTICATED", "OK", "UNAUTHENTICATED", "OK"]
-        assert min(over_s) >= 0
+        assert min(over_s) >= -SLEWED_S
         assert max(over_s) < 10.0  # 4000 steps take 20 s
         assert max(lasted_s) < 60
         await faults.check(everybody, limit_s=120)

@@ -71,8 +71,8 @@ def request(call: Call) -> pb.GenerateRequest:
 
 async def run(client: AsyncClient, call: Call, *, timeout_s: float | None = None) -> Call:
     """Run a call to its end, whatever that is."""
-    stream = client.stream(request(call), timeout_s=timeout_s)
     call.sent_s = time.monotonic()
+    stream = client.stream(request(call), timeout_s=timeout_s)
     try:
         async for delta in stream.deltas():
             call.token_ids += delta.token_ids
