@@ -2,8 +2,9 @@
  * to fp32 and multiplied as such.
  *
  * Weights are stored as in matmul.c: [N / PANEL, K / 2, PANEL, 2], so that a 32-bit word holds two inputs of an output;
- * a shift widens one bf16 of it, a mask the other. For few rows, a panel is widened in registers as it is read. For
- * many, BLOCK inputs of it at a time are widened into the cache, where every tile of rows reads them. Every sum adds
+ * a shift widens one bf16 of it, a mask the other. Tiles of rows are multiplied by BLOCK inputs of a panel at a time,
+ * which stay in the first cache. For few rows, each tile widens them in registers as it reads them; for many, they are
+ * widened into the cache, where every tile reads them. Meanwhile the next ones are fetched from memory. Every sum adds
  * the inputs in order, whatever the number of rows and threads, so that a row has the same bits in any batch.
  *
  * Legend: M rows · N outputs · K inputs (even). Must not know: torch, Python.
@@ -18,13 +19,21 @@
 #define PANEL 32
 #define TILE (MOST_SUMS / SPREAD)
 #define WHOLE (PANEL / WIDTH) /* registers that hold a panel's outputs */
-#define FEW (WIDTH == 16 ? 8 * TILE : 3 * TILE) /* up to so many rows, each tile widens a panel as it is read */
-#define BLOCK 256     /* inputs that are widened at once: 32 kB */
+#define BLOCK 128             /* inputs that are multiplied at once: 16 kB as floats */
 #define MOST_ROWS (36 * TILE) /* rows whose sums, and inputs in fp32, are kept at once */
-#define AHEAD (128 * PANEL) /* how far ahead weights are prefetched */
 #define ENOUGH (64 * 1024) /* inputs for which widening is worth sharing among threads */
 
 enum format { PAIRS, INTEGERS };
+
+/* Up to so many rows, each tile widens weights as it reads them; integers take more instructions. */
+#define FEW(format) (WIDTH == 16 ? 8 * TILE : (format) == PAIRS ? 12 * TILE : 3 * TILE)
+
+/* What a tile prefetches: `step` bytes from `from` on for each pair of inputs that it multiplies. Each tile has a share,
+ * so that memory is busy during the later tiles too; the hardware prefetcher is too late. */
+typedef struct {
+    const char *from;
+    int64_t step;
+} ahead;
 
 typedef struct {
     lanes even, odd; /* of WIDTH outputs, for two inputs */
@@ -51,14 +60,6 @@ static inline int_lanes pairs_at(const int8_t *from) {
 #endif
 }
 
-/* Prefetches `count` weights, AHEAD of `index`: the hardware prefetcher is too late. */
-static inline __attribute__((always_inline)) void fetch(const void *panel, const enum format format, int64_t index,
-                                                        const int count) {
-    const int size = format == INTEGERS ? 1 : sizeof(bf16);
-    const char *ahead = (const char *)panel + (index + AHEAD) * size;
-    for (int i = 0; i < count * size; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-}
-
 /* The weights of WIDTH outputs for two inputs. index: in weights, of the first output's first input. */
 static inline wide_pair widened(const void *panel, const enum format format, int64_t index) {
     if (format == INTEGERS) {
@@ -70,23 +71,27 @@ static inline wide_pair widened(const void *panel, const enum format format, int
     return (wide_pair){(lanes)(words << 16), (lanes)(words & 0xffff0000u)};
 }
 
-/* out: [rows, PANEL] = rows of x times spread * WIDTH outputs of a panel, from column `first`. rows, spread, format:
- * compile-time constants in each call, so that the sums stay in registers. */
+/* out: [rows, PANEL] += rows of x times spread * WIDTH outputs of a panel, from column `first`, over `count` inputs.
+ * rows, spread, format: compile-time constants in each call, so that the sums stay in registers. */
 static inline __attribute__((always_inline)) void stream(const int rows, const int spread, const enum format format,
-                                                         const float *x, int64_t stride, int64_t K, const void *panel,
-                                                         int64_t first, float *out) {
+                                                         const float *x, int64_t stride, int64_t count,
+                                                         const void *panel, ahead next, int64_t first, float *out) {
     lanes sums[TILE][WHOLE]; /* constant sizes, or they would be in memory */
     for (int m = 0; m < rows; m++)
-        for (int j = 0; j < spread; j++) sums[m][j] = (lanes){0};
-    for (int64_t k = 0; k < K; k += 2) {
-        fetch(panel, format, k * PANEL + 2 * first, 2 * spread * WIDTH);
+        for (int j = 0; j < spread; j++) sums[m][j] = lanes_at(out + m * PANEL + first + j * WIDTH);
+    for (int64_t k = 0; k < count; k += 2, next.from += next.step) {
+        __builtin_prefetch(next.from, 0, 2);
+        if (format == PAIRS && spread == WHOLE) __builtin_prefetch(next.from + 64, 0, 2);
         wide_pair w[WHOLE];
         for (int j = 0; j < spread; j++) w[j] = widened(panel, format, k * PANEL + 2 * (first + j * WIDTH));
-        for (int m = 0; m < rows; m++) {
-            float even = x[m * stride + k], odd = x[m * stride + k + 1];
-            for (int j = 0; j < spread; j++) sums[m][j] += w[j].even * even;
-            for (int j = 0; j < spread; j++) sums[m][j] += w[j].odd * odd;
+        for (int m = 0; m < rows; m++)
+            for (int j = 0; j < spread; j++) sums[m][j] += w[j].even * x[m * stride + k];
+        if (format == PAIRS && MOST_SUMS == 12) { /* read words again: kept ones would drive sums from registers */
+            __asm__ volatile("" ::: "memory");
+            for (int j = 0; j < spread; j++) w[j] = widened(panel, format, k * PANEL + 2 * (first + j * WIDTH));
         }
+        for (int m = 0; m < rows; m++)
+            for (int j = 0; j < spread; j++) sums[m][j] += w[j].odd * x[m * stride + k + 1];
     }
     for (int m = 0; m < rows; m++)
         for (int j = 0; j < spread; j++) put_lanes(out + m * PANEL + first + j * WIDTH, sums[m][j]);
@@ -96,11 +101,12 @@ static inline __attribute__((always_inline)) void stream(const int rows, const i
 #define SPREAD_OF(rows) ((rows) * WHOLE <= MOST_SUMS ? WHOLE : (rows) * 2 * SPREAD <= MOST_SUMS ? 2 * SPREAD : SPREAD)
 
 static inline __attribute__((always_inline)) void stream_panel(const int rows, const enum format format, const float *x,
-                                                               int64_t stride, int64_t K, const void *panel,
-                                                               float *out) {
+                                                               int64_t stride, int64_t count, const void *panel,
+                                                               ahead next, float *out) {
     const int spread = SPREAD_OF(rows);
-    for (int64_t first = 0; first < PANEL; first += spread * WIDTH)
-        stream(rows, spread, format, x, stride, K, panel, first, out);
+    ahead some = {next.from, next.step * spread / WHOLE};
+    for (int64_t first = 0; first < PANEL; first += spread * WIDTH, some.from += count / 2 * some.step)
+        stream(rows, spread, format, x, stride, count, panel, some, first, out);
 }
 
 #if MOST_SUMS == 28
@@ -113,31 +119,30 @@ static inline __attribute__((always_inline)) void stream_panel(const int rows, c
 #define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #endif
 
-/* out: [rows, PANEL], the sums of up to TILE rows over all inputs. */
-static void tile_times_panel(int64_t rows, const enum format format, const float *x, int64_t stride, int64_t K,
-                             const void *panel, float *out) {
-#define PAIRS_CASE(n) case n: stream_panel(n, PAIRS, x, stride, K, panel, out); break;
-#define INTEGERS_CASE(n) case n: stream_panel(n, INTEGERS, x, stride, K, panel, out); break;
+/* out: [rows, PANEL] += up to TILE rows of x times `count` inputs of a panel. */
+static void tile_times_panel(int64_t rows, const enum format format, const float *x, int64_t stride, int64_t count,
+                             const void *panel, ahead next, float *out) {
+#define PAIRS_CASE(n) case n: stream_panel(n, PAIRS, x, stride, count, panel, next, out); break;
+#define INTEGERS_CASE(n) case n: stream_panel(n, INTEGERS, x, stride, count, panel, next, out); break;
     if (format == PAIRS) switch (rows) { EACH_ROWS(PAIRS_CASE) }
     else switch (rows) { EACH_ROWS(INTEGERS_CASE) }
 }
 
-/* Widens `count` inputs of a panel, from `first` on, to [count, PANEL] floats. */
+/* Widens `count` inputs of a panel to [count, PANEL] floats. */
 static inline __attribute__((always_inline)) void widen_block(const enum format format, const void *panel,
-                                                              int64_t first, int64_t count, float *to) {
-    for (int64_t k = 0; k < count; k += 2) {
-        fetch(panel, format, (first + k) * PANEL, 2 * PANEL);
+                                                              int64_t count, float *to) {
+    for (int64_t k = 0; k < count; k += 2)
         for (int64_t n = 0; n < PANEL; n += WIDTH) {
-            wide_pair w = widened(panel, format, (first + k) * PANEL + 2 * n);
+            wide_pair w = widened(panel, format, k * PANEL + 2 * n);
             put_lanes(to + k * PANEL + n, w.even);
             put_lanes(to + (k + 1) * PANEL + n, w.odd);
         }
-    }
 }
 
 /* out: [rows, PANEL] += rows of x times a widened block. */
 static inline __attribute__((always_inline)) void add_block(const int rows, const float *x, int64_t stride, int64_t K,
-                                                            const float *block, float *out) {
+                                                            const float *block, ahead next, float *out) {
+    for (int64_t i = 0; i < K / 2 * next.step; i += 64) __builtin_prefetch(next.from + i, 0, 2);
     for (int64_t first = 0; first < PANEL; first += SPREAD * WIDTH) {
         lanes sums[TILE][SPREAD];
         for (int m = 0; m < rows; m++)
@@ -148,8 +153,9 @@ static inline __attribute__((always_inline)) void add_block(const int rows, cons
     }
 }
 
-static void add_block_to(int64_t rows, const float *x, int64_t stride, int64_t K, const float *block, float *out) {
-#define BLOCK_CASE(n) case n: add_block(n, x, stride, K, block, out); break;
+static void add_block_to(int64_t rows, const float *x, int64_t stride, int64_t K, const float *block, ahead next,
+                         float *out) {
+#define BLOCK_CASE(n) case n: add_block(n, x, stride, K, block, next, out); break;
     switch (rows) { EACH_ROWS(BLOCK_CASE) }
 }
 
@@ -201,24 +207,25 @@ static inline void put_row(const product *all, int64_t m, int64_t column, const 
 }
 
 static void multiply_panel(const product *all, int64_t p, float *sums) {
-    int64_t M = all->M, K = all->K, column = p * PANEL;
-    enum format format = all->is_int8 ? INTEGERS : PAIRS;
-    const void *panel = (const char *)all->panels + (size_t)(column * K) * (all->is_int8 ? 1 : sizeof(bf16));
-    if (M <= FEW) {
-        int64_t tiles = (M + TILE - 1) / TILE, each = (M + tiles - 1) / tiles;
-        for (int64_t m = 0; m < M; m += each)
-            tile_times_panel(M - m < each ? M - m : each, format, all->x_wide + m * all->stride, all->stride, K, panel,
-                             sums + m * PANEL);
-    } else {
-        float *block = sums + M * PANEL;
-        memset(sums, 0, (size_t)(M * PANEL) * sizeof(float));
-        for (int64_t first = 0; first < K; first += BLOCK) {
-            int64_t count = K - first < BLOCK ? K - first : BLOCK;
-            if (all->is_int8) widen_block(INTEGERS, panel, first, count, block);
-            else widen_block(PAIRS, panel, first, count, block);
-            for (int64_t m = 0; m < M; m += TILE)
-                add_block_to(M - m < TILE ? M - m : TILE, all->x_wide + m * all->stride + first, all->stride, count,
-                             block, sums + m * PANEL);
+    int64_t M = all->M, K = all->K, column = p * PANEL, tiles = (M + TILE - 1) / TILE, each = (M + tiles - 1) / tiles;
+    const enum format format = all->is_int8 ? INTEGERS : PAIRS;
+    const int64_t pair = 2 * PANEL * (all->is_int8 ? 1 : sizeof(bf16)); /* bytes */
+    const int64_t at_once = M * WHOLE <= MOST_SUMS ? K : BLOCK; /* all of a panel where it is read once */
+    float *block = sums + M * PANEL;
+    memset(sums, 0, (size_t)(M * PANEL) * sizeof(float));
+    for (int64_t first = 0; first < K; first += at_once) {
+        int64_t count = K - first < at_once ? K - first : at_once;
+        const char *panel = (const char *)all->panels + (column * K / (2 * PANEL) + first / 2) * pair;
+        ahead next = {panel + BLOCK / 2 * pair, pair / tiles};
+        if (M > FEW(format)) {
+            if (all->is_int8) widen_block(INTEGERS, panel, count, block);
+            else widen_block(PAIRS, panel, count, block);
+        }
+        for (int64_t m = 0; m < M; m += each, next.from += count / 2 * next.step) {
+            int64_t rows = M - m < each ? M - m : each;
+            const float *x = all->x_wide + m * all->stride + first;
+            if (M > FEW(format)) add_block_to(rows, x, all->stride, count, block, next, sums + m * PANEL);
+            else tile_times_panel(rows, format, x, all->stride, count, panel, next, sums + m * PANEL);
         }
     }
     for (int64_t m = 0; m < M; m++) put_row(all, m, column, sums + m * PANEL);
@@ -236,7 +243,7 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
     int64_t most = M < MOST_ROWS ? M : MOST_ROWS;
     int64_t stride = ((K + 15) / 16 | 1) * 16; /* an odd number of cache lines, against conflicts between rows */
-    size_t scratch_size = (size_t)(most * PANEL + (M > FEW ? BLOCK * PANEL : 0)) * sizeof(float);
+    size_t scratch_size = (size_t)(most * PANEL + (M > FEW(is_int8 ? INTEGERS : PAIRS) ? BLOCK * PANEL : 0)) * sizeof(float);
     size_t size = (size_t)(most * stride) * sizeof(float) + (size_t)num_threads * scratch_size;
     float *memory = aligned_alloc(64, size);
     if (!memory) return 1;
