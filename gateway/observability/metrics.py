@@ -21,6 +21,7 @@ from octavo.gateway.version import VERSION
 from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats, RouteReason
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import ModelCard
 from octavo.wire.scrape_server import ScrapeServer, pages_of
 
 _MODEL_COUNTERS: tuple[tuple[str, str, Callable[[ModelMeters], int]], ...] = (
@@ -238,10 +239,15 @@ class GatewayCollector(Collector):
         )
         for worker in workers:
             steps.add_metric([worker.worker_id, worker.card.name], worker.num_steps)
-        for card in {worker.card.fingerprint: worker.card for worker in workers}.values():
-            info.add_metric([card.name, card.fingerprint, card.architecture, card.dtype, str(card.max_model_len)], 1)
+        # One checkpoint may be served under several names; many workers of a model are one series.
+        for labels in dict.fromkeys(_labels_of(worker.card) for worker in workers):
+            info.add_metric(list(labels), 1)
         yield steps
         yield info
+
+
+def _labels_of(card: ModelCard) -> tuple[str, ...]:
+    return card.name, card.fingerprint, card.architecture, card.dtype, str(card.max_model_len)
 
 
 def _of_peers(meters: GatewayMeters) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import WireFinishReason
-from tests.support.gateway.fake_pool import worker_view
+from tests.support.gateway.fake_pool import model_card, worker_view
 from tests.support.gateway.generating import speaking
 
 GENERATE = "/octavo.v1.InferenceService/Generate"
@@ -77,6 +77,22 @@ def test_a_model_has_its_series_when_its_worker_registers(collector: GatewayColl
         ("tiny", reason): 0 for reason in ("stop", "length", "tool_calls", "deadline")
     }
     assert series(collector, "octavo_gateway_requests_started_total") == {("tiny",): 0}
+
+
+def test_every_name_of_a_checkpoint_is_told_and_once_for_all_its_workers(collector: GatewayCollector) -> None:
+    cards = [
+        model_card(name, fingerprint="same", max_model_len=length)
+        for name, length in (("one", 256), ("two", 256), ("two", 512), ("one", 256))
+    ]
+    collector.update_workers(tuple(worker_view(f"w{index}", card=card) for index, card in enumerate(cards)))
+    told = [
+        sample.labels for each in collector.collect() for sample in each.samples if sample.name == "octavo_model_info"
+    ]
+    assert [(labels["model_name"], labels["max_model_len"]) for labels in told] == [
+        ("one", "256"),
+        ("two", "256"),
+        ("two", "512"),
+    ]
 
 
 def test_no_kind_is_counted_that_is_not_listed(repository: Path) -> None:
