@@ -15,7 +15,7 @@ from octavo.gateway.dialects.kserve.request import TranslatedRequest, check_vers
 from octavo.gateway.errors import InvalidRequest, NamesFields
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
-from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.requests.tracker import RequestTracker, TrackedRequest
 from octavo.gateway.rpc.connections import Context
 from octavo.gateway.rpc.interceptor import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
@@ -31,10 +31,12 @@ _STATUS_HEADER = ("triton_grpc_error", "true")  # sent by Triton clients that wa
 
 
 class StreamWriter:
-    """Writes the answers of several requests to one stream, one message at a time."""
+    """Writes the answers of several requests to one stream, one message at a time. is_cut: a message was given up on
+    its way, and the library takes no other behind it."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.is_cut = False
         self._turn = asyncio.Lock()
 
     async def write(self, message: oip.ModelStreamInferResponse) -> None:
@@ -42,6 +44,9 @@ class StreamWriter:
         async with self._turn:
             try:
                 await self.context.write(message)
+            except asyncio.CancelledError:
+                self.is_cut = True
+                raise
             except (grpc.aio.InternalError, grpc.aio.UsageError):  # what gRPC raises if the RPC is over
                 raise asyncio.CancelledError from None
 
@@ -59,16 +64,19 @@ class StreamOfRequests:
     """One ModelStreamInfer: many concurrent requests on one RPC, each with its own scope and end. Owns the tasks of its
     requests, which end with it."""
 
-    def __init__(self, scope: RpcScope, context: Context, rpcs: Counter[tuple[str, str, str]]) -> None:
+    def __init__(
+        self, scope: RpcScope, context: Context, rpcs: Counter[tuple[str, str, str]], tracker: RequestTracker
+    ) -> None:
         """rpcs: counts failed requests, by (method, code, reason)."""
         self._scope = scope
         self._rpcs = rpcs
+        self._tracker = tracker
         self._writer = StreamWriter(context)
         self._wants_status = _STATUS_HEADER in tuple(context.invocation_metadata() or ())
 
     async def answer(self, requests: AsyncIterator[oip.ModelInferRequest], answer: Answer) -> None:
         """Answer requests until the caller has sent the last one and all are answered. Raises the error of a request
-        only if the caller asked for statuses."""
+        only if the caller asked for statuses, or reads nothing any more."""
         room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -86,7 +94,7 @@ class StreamOfRequests:
         try:
             await answer(request, scope, self._writer)
         except Exception as error:
-            if self._wants_status:
+            if self._wants_status or self._writer.is_cut:
                 raise
             await self._tell(error, request, scope)
         finally:
@@ -99,7 +107,8 @@ class StreamOfRequests:
         self._rpcs[(scope.method, status.code.name, status.reason)] += 1
         fields = {"code": status.code.name, "reason": status.reason} | scope.log_fields
         log.info("request_failed", request_id=scope.request_id, **fields)
-        await self._writer.write(failed(request, f"[{status.code.name}] {status.reason}: {status.message}"))
+        message = failed(request, f"[{status.code.name}] {status.reason}: {status.message}")
+        await self._tracker.write(self._writer, message)  # type: ignore[arg-type]  # which writes as a context does
 
 
 class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -126,7 +135,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
         """Answers requests concurrently as they arrive; an error ends only its own request."""
-        stream = StreamOfRequests(current_rpc.get(), context, self._rpcs)
+        stream = StreamOfRequests(current_rpc.get(), context, self._rpcs, self._tracker)
         await context.send_initial_metadata(())  # so that a status can follow even if an answer is not read
         await stream.answer(request_iterator, self._answer)
 

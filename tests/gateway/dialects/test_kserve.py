@@ -11,6 +11,7 @@ import grpc
 import pytest
 import structlog
 
+from octavo.gateway.config import RequestLimits
 from octavo.gateway.dialects.kserve.messages import FINAL_RESPONSE
 from octavo.gateway.dialects.kserve.servicer import StreamOfRequests, StreamWriter
 from octavo.gateway.rpc.interceptor import RpcScope
@@ -271,6 +272,30 @@ async def test_a_timeout_in_microseconds_ends_a_request(serve: Any) -> None:
     assert 150 < run.request.timeout_s < 200
 
 
+async def test_a_caller_that_reads_nothing_is_told_by_the_status_of_its_stream(serve: Any) -> None:
+    """Behind a message that was given up no other can follow: ends of requests would be lost, and their caller wait."""
+    pool, limits = FakePool(), RequestLimits(max_pending_tokens=10**9)
+    async with asyncio.timeout(60), serve(pool, limits=limits) as served:
+        call = stub_of(served).ModelStreamInfer()
+        long, other = request(stream=True, parameters={"max_tokens": 200}), request(stream=True)
+        await call.write(long)
+        await served.until(lambda: pool.runs)
+        (tracked,) = served.gateway.tracker
+        since_s, num_turns = 0.0, 0
+        while num_turns < 40:  # with the same write: in turns, since a pause of the machine is one turn
+            pool.runs[0].tokens([70] * 16_000)
+            await asyncio.sleep(0.005)
+            num_turns = num_turns + 1 if since_s and since_s == tracked.stream.write_since_s else 0
+            since_s = tracked.stream.write_since_s
+        await call.write(other)
+        await served.until(lambda: len(pool.runs) == 2)
+        served.gateway.tracker.write_stall_s = 0.2
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
+        refusal = await refused(call)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
+    assert sorted(pool.cancelled) == [1, 2]
+
+
 async def test_a_caller_that_leaves_within_a_write_is_no_defect() -> None:
     """The library raises there before it cancels the call; the answers of its other requests go on to their own end."""
 
@@ -290,6 +315,22 @@ async def test_a_caller_that_leaves_within_a_write_is_no_defect() -> None:
 
     scope, rpcs = RpcScope(method="/inference.GRPCInferenceService/ModelStreamInfer"), Counter[tuple[str, str, str]]()
     with structlog.testing.capture_logs() as logs:
-        await StreamOfRequests(scope, cast("Any", Gone()), rpcs).answer(two(), write)
+        await StreamOfRequests(scope, cast("Any", Gone()), rpcs, cast("Any", None)).answer(two(), write)
     assert not logs
     assert not rpcs
+
+
+async def test_an_error_that_nobody_reads_ends_the_stream(serve: Any) -> None:
+    wrong = request(stream=True)
+    wrong.model_version = "x" * 60_000  # is sent back
+
+    async def send() -> AsyncIterator[Any]:
+        while True:
+            yield wrong
+
+    async with asyncio.timeout(60), serve(limits=RequestLimits(write_stall_s=0.2)) as served:
+        call = stub_of(served).ModelStreamInfer(send())
+        calls = served.gateway.listeners._unread_calls.calls
+        await served.until(lambda: any(each.done() for each in calls))
+        refusal = await refused(call)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
