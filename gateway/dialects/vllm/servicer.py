@@ -238,7 +238,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         archive = await self._text.run(lambda: archive_of(files), num_bytes=num_bytes, share=share)
         await context.send_initial_metadata(())
         for data, sha256 in archive.chunks():
-            await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
+            await self._tracker.write(context, common.GetTokenizerChunk(data=data, sha256=sha256))
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
         """Forget cached prefixes that no request uses. This need not wait until the service is idle, so timeout_s is

@@ -1,7 +1,9 @@
 """What VllmEngine tells gateways in front of us."""
 
+import asyncio
 import hashlib
 import io
+import random
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
-from octavo.gateway.config import Dialects
+from octavo.gateway.config import Dialects, RequestLimits
 from octavo.gateway.dialects.vllm import servicer as tokenizer_zip
 from octavo.gateway.dialects.vllm import translate as vllm_fields
 from octavo.gateway.dialects.vllm.info import model_info
@@ -124,6 +126,19 @@ async def test_the_tokenizer_comes_as_a_zip_in_chunks_with_its_digest_at_the_end
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
     assert max(len(chunk.data) for chunk in chunks) == 1000
     assert len(chunks) == -(-len(data) // 1000) > 1
+
+
+async def test_a_tokenizer_that_nobody_reads_is_not_kept_for_ever(
+    serve: Any, vllm_stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(60), serve(limits=RequestLimits(write_stall_s=0.2)) as served:
+        files = {"tokenizer.json": random.Random(1).randbytes(16 << 20)}  # more than any window
+        monkeypatch.setattr(served.gateway.models, "files_of", lambda card: files)
+        call = vllm_stub(served.channel).GetTokenizer(common.GetTokenizerRequest())
+        calls = served.gateway.listeners._unread_calls.calls
+        await served.until(lambda: any(each.done() for each in calls))
+        refusal = await refused(call)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
 
 
 def test_the_same_files_give_the_same_archive_and_a_full_last_chunk_is_the_last() -> None:
