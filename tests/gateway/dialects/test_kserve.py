@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from octavo.gateway.config import RequestLimits
+from octavo.gateway.dialects.kserve import servicer
 from octavo.gateway.dialects.kserve.messages import FINAL_RESPONSE
 from octavo.gateway.dialects.kserve.servicer import StreamOfRequests, StreamWriter
 from octavo.gateway.rpc.interceptor import RpcScope
@@ -226,6 +227,35 @@ async def test_a_status_instead_of_a_message_where_asked_for(serve: Any) -> None
         call = stub_of(served).ModelStreamInfer(send(), metadata=(("triton_grpc_error", "true"),))
         refusal = await refused(call)
     assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ("sampling_parameters.top_p",))
+
+
+async def test_a_status_counts_what_the_stream_was_given(serve: Any, ids: Any) -> None:
+    def speak(run: FakeRun) -> None:
+        run.tokens(ids("Hello world"))
+        run.lose("WORKER_LOST", "worker w0 died")
+
+    async with serve(FakePool(on_run=speak)) as served:
+        call = stub_of(served).ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+        await call.write(request(stream=True))
+        refusal = await refused(call)
+    assert (refusal.reason, refusal.tokens_delivered) == ("WORKER_LOST", len(ids("Hello world")))
+
+
+async def test_a_stream_is_not_read_beyond_what_is_answered_side_by_side(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "MAX_SIDE_BY_SIDE", 2)
+    pool = FakePool()
+    async with asyncio.timeout(60), serve(pool) as served:
+        call = stub_of(served).ModelStreamInfer()
+        for _ in range(3):
+            await call.write(request())
+        await served.until(lambda: len(pool.runs) == 2)
+        await asyncio.sleep(0.05)
+        assert len(pool.runs) == 2
+        pool.runs[0].finish()
+        await served.until(lambda: len(pool.runs) == 3)
+        call.cancel()
 
 
 async def test_a_caller_that_leaves_frees_all_requests_of_its_stream(serve: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octavo.gateway.observability import metrics
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
@@ -77,6 +78,13 @@ def test_a_model_has_its_series_when_its_worker_registers(collector: GatewayColl
         ("tiny", reason): 0 for reason in ("stop", "length", "tool_calls", "deadline")
     }
     assert series(collector, "octavo_gateway_requests_started_total") == {("tiny",): 0}
+
+
+def test_of_workers_that_left_the_latest_are_told(collector: GatewayCollector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_MAX_KNOWN_WORKERS", 2)
+    for worker_id in ("w0", "w1", "w2"):
+        collector.update_workers((worker_view(worker_id),))
+    assert series(collector, "octavo_worker_up") == {("w1", "tiny"): 0, ("w2", "tiny"): 1}
 
 
 def test_every_name_of_a_checkpoint_is_told_and_once_for_all_its_workers(collector: GatewayCollector) -> None:
