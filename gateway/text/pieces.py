@@ -101,6 +101,8 @@ def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
         raise UnsupportedTokenizer("tokenizer.json is not readable") from error
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UnsupportedTokenizer(f"only byte-level BPE tokenizers are supported, this one is {model.get('type')!r}")
+    if model.get("continuing_subword_prefix"):  # the library cuts merges by its length, and can end the process
+        raise UnsupportedTokenizer("tokenizer.json: model.continuing_subword_prefix is not supported")
     parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [part.get("type") for part in parts]
     if kinds != ["ByteLevel"]:

@@ -158,9 +158,10 @@ def tokenizer_vocab_size(tokenizer_json: bytes) -> int:
 def check_tokenizer(tokenizer_json: bytes, path: Path) -> None:
     """Raises CardError if the tokenizers library cannot load it: gateways could then serve only token ids. Loads it
     without vocabulary and merges, which take half a second, unless these do not fit together; then the library says
-    why. path: for the message."""
+    why. Not with a prefix before every token except a word's first: that, gateways refuse by themselves, and the
+    library can end the process over its merges. path: for the message."""
     content = msgspec.json.decode(tokenizer_json)
-    if _fits_together(content["model"]):
+    if content["model"].get("continuing_subword_prefix") or _fits_together(content["model"]):
         content["model"] |= {"vocab": {}} | ({"merges": []} if "merges" in content["model"] else {})
     try:
         Tokenizer.from_str(msgspec.json.encode(content).decode())
@@ -171,7 +172,7 @@ def check_tokenizer(tokenizer_json: bytes, path: Path) -> None:
 
 def _fits_together(model: Json) -> bool:
     """Whether ids are numbers, and both parts of every merge and its result are in the vocabulary, as in most BPE
-    tokenizers. False if that is not obvious, as with a prefix before every token except a word's first."""
+    tokenizers. False if that is not obvious."""
     vocab, merges = model["vocab"], model.get("merges", [])
     try:
         pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]

@@ -141,6 +141,14 @@ def test_a_vocabulary_and_merges_that_do_not_fit_together_are_refused_too(
     assert str(caught.value).startswith(f"{folder}/tokenizer.json cannot be loaded by tokenizers ")
 
 
+def test_the_library_does_not_see_merges_with_a_prefix(folder: Path) -> None:
+    """Cutting them by its length, it panics, or ends the process. Gateways do not load such a tokenizer."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model |= {"continuing_subword_prefix": "##", "merges": ["zz q"]}
+    rewrite(folder / "tokenizer.json", model=model)
+    assert describe(folder).vocab_size == 320
+
+
 @pytest.mark.parametrize("as_pairs", [False, True])
 def test_merges_of_either_form_are_taken(folder: Path, as_pairs: bool) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
