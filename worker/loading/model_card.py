@@ -165,7 +165,9 @@ def check_tokenizer(tokenizer_json: bytes, path: Path) -> None:
         content["model"] |= {"vocab": {}} | ({"merges": []} if "merges" in content["model"] else {})
     try:
         Tokenizer.from_str(msgspec.json.encode(content).decode())
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and where it panics not even that
         why = _POSITION.sub("", str(error))  # a position in the text made here, not in the file
         raise CardError(f"{path} cannot be loaded by tokenizers {version('tokenizers')}: {why[:200]}") from None
 

@@ -103,6 +103,7 @@ def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content
         ({"pre_tokenizer": {"type": "OfTheFuture"}}, "any variant of untagged enum PreTokenizer"),
         ({"normalizer": []}, "any variant of untagged enum Normalizer"),
         ({"version": "9.0"}, "Unknown tokenizer version '9.0'"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "Cannot parse precompiled_charsmap"),
     ],
 )
 def test_a_tokenizer_that_gateways_could_not_load_is_refused_with_its_file_and_the_reason(
