@@ -181,7 +181,7 @@ def templates_of(files: Mapping[str, bytes]) -> dict[str, ChatTemplate]:
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -189,6 +189,7 @@ def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def _named_sources(given: object) -> dict[str, str]:
     """Several templates are a list of objects, or an object."""
     if isinstance(given, list):
-        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-    named = given if isinstance(given, dict) else {DEFAULT: given}
-    return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
+        named = [(each.get("name"), each.get("template")) for each in given if isinstance(each, dict)]
+    else:
+        named = list((given if isinstance(given, dict) else {DEFAULT: given}).items())
+    return {name: source for name, source in named if isinstance(name, str) and isinstance(source, str)}

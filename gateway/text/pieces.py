@@ -99,11 +99,16 @@ def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
         model, decoder = config["model"], config["decoder"] or {}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnsupportedTokenizer("tokenizer.json is not readable") from error
+    for name, value in (("model", model), ("decoder", decoder)):
+        if not isinstance(value, dict):
+            raise UnsupportedTokenizer(f"tokenizer.json: {name} is no object")
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UnsupportedTokenizer(f"only byte-level BPE tokenizers are supported, this one is {model.get('type')!r}")
     if model.get("continuing_subword_prefix"):  # the library cuts merges by its length, and can end the process
         raise UnsupportedTokenizer("tokenizer.json: model.continuing_subword_prefix is not supported")
-    parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise UnsupportedTokenizer("tokenizer.json: decoder.decoders is no list of objects")
     kinds = [part.get("type") for part in parts]
     if kinds != ["ByteLevel"]:
         raise UnsupportedTokenizer(f"only the ByteLevel decoder is supported, this tokenizer has {kinds}")

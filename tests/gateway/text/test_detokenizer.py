@@ -127,6 +127,10 @@ def test_added_tokens_outside_the_alphabet_keep_their_own_bytes() -> None:
         b'{"model": {"type": "BPE", "byte_fallback": true}, "decoder": {"type": "ByteLevel"}}',
         b'{"model": {"type": "BPE"}, "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}}',
         b'{"model": {"type": "BPE"}, "decoder": null}',
+        b'{"model": [], "decoder": {"type": "ByteLevel"}}',
+        b'{"model": {"type": "BPE"}, "decoder": "ByteLevel"}',
+        b'{"model": {"type": "BPE"}, "decoder": {"type": "Sequence", "decoders": ["ByteLevel"]}}',
+        b'{"model": {"type": "BPE"}, "decoder": {"type": "Sequence", "decoders": null}}',
         b'{"model": {"type": "BPE", "continuing_subword_prefix": "##"}, "decoder": {"type": "ByteLevel"}}',
     ],
 )

@@ -48,6 +48,19 @@ def test_plain_text_recognises_special_tokens(qwen_text: ModelText) -> None:
     assert qwen_text.encode("<|im_start|>user", max_bytes=LIMIT).ids_T.tolist() == [151644, 872]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"[" * 100_000,
+        b'{"chat_template": [{"name": ["default"], "template": "x"}, {"name": {}, "template": "y"}]}',
+    ],
+)
+def test_settings_that_name_no_template_leave_the_tokenizer(config: bytes) -> None:
+    text = ModelText(tiny_files() | {"tokenizer_config.json": config}, num_ids=320)
+    with pytest.raises(TemplateError, match="has no chat template"):
+        text.template_of(ChatInput(messages=[]))
+
+
 def random_chat(rng: random.Random, words: list[str]) -> ChatInput:
     def text() -> str:
         return "".join(rng.choice(words) for _ in range(rng.randint(0, 8)))
