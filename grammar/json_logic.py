@@ -19,7 +19,8 @@ _MAX_DEPTH = 6
 _MAX_WORK = 200_000  # about half a second
 _MAX_WAYS = 64
 _MAX_ARRANGEMENTS = 400  # of distinct items: enough for all arrangements of five values
-_ANNOTATIONS = ("$schema", "$id", "id", "$anchor", "$defs", "definitions")
+ASSERTED = "x-asserted"  # marks a schema made for a keyword that evaluates no property; the library ignores it
+_ANNOTATIONS = ("$schema", "$id", "id", "$anchor", "$defs", "definitions", ASSERTED)
 _INCLUDING = ("allOf", "anyOf", "oneOf", "$ref")
 _EXCLUDED = "x-excluded"  # values that a pattern made here excludes; the library ignores the keyword
 _INFINITE = float("inf")
@@ -83,7 +84,7 @@ class Logic:
     def evaluated(self, schema: Json) -> Json | None:
         """`properties` and `patternProperties` that are evaluated by a schema and those that it includes; None if that
         depends on the value, or is not known."""
-        facts = self._facts([schema])
+        facts = self._facts([schema], without=ASSERTED)
         if facts.groups or not facts.is_complete:
             return None
         if any(others is not False for others in facts.of("additionalProperties")):
@@ -117,7 +118,7 @@ class Logic:
 
     # ------------------------------------------------------------ several schemas together
 
-    def _facts(self, schemas: Iterable[Schema]) -> _Facts:
+    def _facts(self, schemas: Iterable[Schema], *, without: str = "") -> _Facts:
         facts, seen = _Facts(), set[str]()
         waiting = [*schemas]
         while waiting:
@@ -128,7 +129,7 @@ class Logic:
                 continue
             facts.bases.append({key: value for key, value in schema.items() if key not in _INCLUDING})
             facts.groups += [schema[keyword] for keyword in ("anyOf", "oneOf") if keyword in schema]
-            waiting += schema.get("allOf", ())
+            waiting += (each for each in schema.get("allOf", ()) if isinstance(each, bool) or without not in each)
             reference = schema.get("$ref")
             if reference is not None and reference not in seen:
                 seen.add(reference)

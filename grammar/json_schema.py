@@ -33,7 +33,7 @@ from octavo.grammar.json_literals import (
     pointed_to,
     property_counts,
 )
-from octavo.grammar.json_logic import Logic, Schema, pattern_of
+from octavo.grammar.json_logic import ASSERTED, Logic, Schema, pattern_of
 from octavo.grammar.limits import GrammarLimits
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -336,7 +336,7 @@ class _Walk:
         other = self._logic.negation(self.schema(value, path, depth + 1))
         if other is None:
             raise GrammarRefused(Refusal.UNSUPPORTED, "is not supported with this schema", path=path)
-        return other
+        return other if isinstance(other, bool) else other | {ASSERTED: True}
 
     def _dependencies(self, value: Any, path: str, depth: int) -> list[Schema]:
         if not isinstance(value, dict):
@@ -359,7 +359,8 @@ class _Walk:
             raise GrammarRefused(Refusal.UNSUPPORTED, description, path=path)
         if names is True:
             return True
-        return {"additionalProperties": False} | ({"patternProperties": {pattern: True}} if names is not False else {})
+        named = {} if names is False else {"patternProperties": {pattern: True}}
+        return named | {"additionalProperties": False, ASSERTED: True}
 
     def _distinct(self, copy: Json, value: Any, path: str) -> Schema:
         if value is not True:
@@ -383,9 +384,9 @@ class _Walk:
 
 def _alternatives(schema: Schema) -> list[Schema] | None:
     """The options of a schema that is only an `anyOf`, with nested ones flattened; None for any other."""
-    while isinstance(schema, dict) and schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
+    while isinstance(schema, dict) and schema.keys() - {ASSERTED} == {"allOf"} and len(schema["allOf"]) == 1:
         schema = schema["allOf"][0]
-    if not isinstance(schema, dict) or schema.keys() != {"anyOf"}:
+    if not isinstance(schema, dict) or schema.keys() - {ASSERTED} != {"anyOf"}:
         return None
     return [each for option in schema["anyOf"] for each in (_alternatives(option) or [option])]
 

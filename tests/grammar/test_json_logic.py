@@ -205,6 +205,25 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         },
         objects(a=[1], b=[1], c=[1]),
     ),
+    "closed, names by pattern": (
+        {
+            "type": "object",
+            "$ref": "#/$defs/base",
+            "unevaluatedProperties": False,
+            "properties": {"bb": True},
+            "$defs": {"base": {"properties": {"a": True}, "propertyNames": {"pattern": "^.$"}}},
+        },
+        objects(a=[1], bb=[1], c=[1]),
+    ),
+    "closed, with an opposite": (
+        {
+            "type": "object",
+            "not": {"properties": {"a": {"const": 1}, "b": {"const": 1}}},
+            "properties": {"a": True},
+            "unevaluatedProperties": False,
+        },
+        objects(a=[1, 2], b=[1, 2]),
+    ),
     # distinct items
     "distinct values": (
         {"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": True},
