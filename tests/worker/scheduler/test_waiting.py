@@ -1,13 +1,16 @@
 """The queue between tenants against its slow reference, and what it promises in plain cases."""
 
+import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.worker.scheduler import request_queue as shares_module
-from octavo.worker.scheduler.request import Phase
+from octavo.worker.scheduler.request import Phase, Request
 from octavo.worker.scheduler.request_queue import WaitingHeap
 from tests.support.worker.fair_queue import AGING_S, WEIGHTS, QueuePair, drawn_events
 
@@ -212,6 +215,31 @@ def test_an_overload_that_goes_on_leaves_nothing_of_those_that_were_served(tenan
     queue = pair.queue
     lines = [queue._all, queue._begun, *queue._by_tenant.values()]
     assert max(len(heap) for line in lines for heap in (line._by_rank, line._by_age)) <= 2 * 50 * len(tenants) + 70
+
+
+def test_the_order_is_kept_when_those_that_have_left_are_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares_module, "_SLACK", 0)
+    for seed in range(50):
+        drawn = random.Random(seed)
+        spells: dict[int, int] = {}
+        heap, aged_at_s = WaitingHeap(spells), {}
+        requests = [SimpleNamespace(order=n, run=SimpleNamespace(priority=drawn.randint(-9, 9))) for n in range(100)]
+        for request in requests:
+            spells[request.order], aged_at_s[request.order] = 1, drawn.random()
+            heap.push(cast(Request, request), aged_at_s=aged_at_s[request.order])
+        for order in drawn.sample(range(99), 70):
+            del spells[order]
+        spells[100] = 1
+        requests.append(SimpleNamespace(order=100, run=SimpleNamespace(priority=0)))
+        aged_at_s[100] = 0.5
+        heap.push(cast(Request, requests[-1]), aged_at_s=0.5)
+        assert len(heap._by_rank) == len(heap._by_age) == len(spells) == 31
+        while spells:
+            left = [request for request in requests if request.order in spells]
+            eldest, foremost = heap.eldest(), heap.foremost()
+            assert eldest is min(left, key=lambda request: aged_at_s[request.order])
+            assert foremost is min(left, key=lambda request: (-request.run.priority, request.order))
+            del spells[foremost.order]
 
 
 def test_the_longest_wait_is_of_the_eldest_and_counts_its_earlier_waits() -> None:

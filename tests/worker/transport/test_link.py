@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from octavo.wire.options import new_router
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport import link as link_module
-from octavo.worker.transport.link import GatewaySocket, WorkerLink
+from octavo.worker.transport.link import BacklogFull, GatewaySocket, WorkerLink
 from octavo.worker.transport.registration import REGISTER_INTERVAL_S, LinkState
 from tests.support.gateway.workers import FILES, finished, register, step_output
 
@@ -342,6 +342,27 @@ def test_a_backlog_is_delivered_in_order_when_the_gateway_reads_again(joined: Be
             received.append(output)
     assert [output.seq for output in received] == list(range(1, 5_001))
     assert joined.link.stats.gateways_lost == 0
+
+
+def test_a_backlog_has_a_bound_of_bytes_and_counts_none_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_open: list[bool] = []
+    monkeypatch.setattr(GatewaySocket, "_try_send", lambda self, frame: bool(is_open))
+    monkeypatch.setattr(link_module, "MAX_BACKLOG_BYTES", 250)
+    with zmq.Context() as context, closing(GatewaySocket(context, f"ipc://{tmp_path}/none.sock", None)) as socket:
+        for is_taken in (True, False, True):
+            socket.send(bytes(100))
+            socket.send(bytes(100))
+            with pytest.raises(BacklogFull):
+                socket.send(bytes(100))
+            if is_taken:
+                is_open.append(True)
+                socket.flush()
+                is_open.clear()
+            else:
+                socket.forget()
+            assert not socket.has_backlog
 
 
 def test_a_wait_ends_when_something_comes_or_it_is_woken(joined: Bench) -> None:
