@@ -75,6 +75,11 @@ def test_prompts_get_on_however_slow_the_device_is() -> None:
     assert StepBudget(math.inf, 0.0, 0.0).take(0, 8192) == 8192
 
 
+def test_a_bounded_step_has_the_largest_recorded_size_that_fits() -> None:
+    fitting = (47.9, 48.0, 63.9, 64.0, 95.9, 96.0)
+    assert [StepBudget(each, 1.0, 0.0).take(0, 8192) for each in fitting] == [32, 48, 48, 64, 64, 96]
+
+
 def test_by_default_steps_are_as_long_as_the_next_prompt_has_waited() -> None:
     pace = learned(2e-5, 0.0, steps=3.0)
     counts = [pace.allow(8, waited_s=waited_s).take(0, 10**6) for waited_s in (0.0, 0.01, 0.1, 1.0)]
