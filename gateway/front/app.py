@@ -266,7 +266,7 @@ def _is_plain(value: str) -> bool:
 
 
 def _has_usage(body: ChatBody | CompletionBody) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def _whole(answer: dict[str, Any]) -> Response:

@@ -61,8 +61,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: Flag = False
-    include_obfuscation: Flag = False  # padding: nothing here is padded
+    include_usage: Flag | None = None
+    include_obfuscation: Flag | None = None  # padding: nothing here is padded
 
 
 class GenerateBody(Body):
@@ -376,7 +376,7 @@ def _tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
     if choice is None or choice in ("auto", "none", "required"):
         return str(choice or "")
-    named: Any = choice if isinstance(choice, Mapping) and choice.get("type", "function") == "function" else {}
+    named: Any = choice if isinstance(choice, Mapping) and choice.get("type") in (None, "function") else {}
     function = named.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:

@@ -253,6 +253,14 @@ def test_what_clients_send_back_of_an_answer_is_taken() -> None:
     assert request.chat.tools[0] == pb.ToolDefinition(name="f", parameters_json='{"type": "object"}')
 
 
+def test_null_is_unset_within_objects_too() -> None:
+    options = {"include_usage": None, "include_obfuscation": None}
+    unset = {"messages": [USER], "stream": True, "stream_options": {}, "tools": [TOOL]}
+    unset["tool_choice"] = {"function": {"name": "f"}}
+    nulls = unset | {"stream_options": options, "tool_choice": {"type": None, "function": {"name": "f"}}}
+    assert requests_of("chat", json.dumps(nulls).encode()) == requests_of("chat", json.dumps(unset).encode())
+
+
 def test_of_two_limits_both_hold() -> None:
     for one, other in ((5, 9), (9, 5)):
         body = {"messages": [USER], "max_tokens": one, "max_completion_tokens": other}
