@@ -1,5 +1,7 @@
 """Embed of both clients."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -46,8 +48,9 @@ def test_mistakes_are_told() -> None:
         embed_request("a")
     with pytest.raises(TypeError, match="no field dimensions"):
         embed_request(["a"], dimensions=3)
-    with pytest.raises(ValueError, match="pooling 'cls' is none of"):
-        embed_request(["a"], pooling="cls")
+    for pooling in ("cls", ["mean"]):
+        with pytest.raises(ValueError, match=f"pooling {re.escape(repr(pooling))} is none of"):
+            embed_request(["a"], pooling=pooling)
 
 
 def test_a_vector_for_each_input(script: Script, target: str, refusal: tuple) -> None:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from octavo.client.requests import GenerateFields, chat_message, generate_request, request_of
@@ -75,6 +77,14 @@ def test_a_request_that_cannot_be_is_a_type_error(fields: dict[str, object], com
         ({"text": "a", "choice": ["x", None]}, "choice: None is no text"),
         ({"text": "a", "stop": 5}, "stop: is a sequence, not 5"),
         ({"text": "a", "stop_token_ids": 5}, "stop_token_ids: is a sequence, not 5"),
+        ({"text": "a", "allowed_token_ids": b"ab"}, "allowed_token_ids: is a sequence, not the text b'ab'"),
+        ({"token_ids": b"ab"}, "token_ids: is a sequence, not the text b'ab'"),
+        ({"token_ids": "ab"}, "token_ids: is a sequence, not the text 'ab'"),
+        ({"token_ids": None}, "token_ids: is a sequence, not None"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}, "messages: tool_call_id: is text, not 5"),
+        ({"messages": [("user", "x")], "tools": [{"name": 5}]}, "tools: name: is text, not 5"),
+        ({"messages": [("user", "x")], "tool_choice": 5}, "tool_choice: is a word or the name of a tool, not 5"),
+        ({"messages": [("user", "x")], "tool_choice": {"type": "function"}}, "tool_choice: is a word or the name of a"),
         ({"messages": [("user", "x")], "tools": [{"function": 5}]}, "tools: 5 is no function of a tool: it is a"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}]},
@@ -101,8 +111,11 @@ def test_an_unknown_role_or_output_is_named() -> None:
         chat_message(("robot", "x"))
     with pytest.raises(ValueError, match="messages: role None is none of"):
         generate_request(messages=[{"content": "x"}])
-    with pytest.raises(ValueError, match="output 'words' is none of"):
-        generate_request(text="a", output="words")
+    with pytest.raises(ValueError, match=r"messages: role \['user'\] is none of"):
+        generate_request(messages=[{"role": ["user"], "content": "x"}])
+    for output in ("words", ["text"]):
+        with pytest.raises(ValueError, match=f"output {re.escape(repr(output))} is none of"):
+            generate_request(text="a", output=output)
 
 
 @pytest.mark.parametrize(
@@ -182,3 +195,8 @@ def test_a_call_without_arguments_has_none(function: dict[str, object]) -> None:
 def test_a_message_of_the_contract_passes_as_it_is() -> None:
     message = inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_TOOL, content="c", tool_call_id="i")
     assert chat_message(message) is message
+
+
+def test_an_input_of_no_ids_stays_an_input() -> None:
+    """The server tells that it is empty, and not that there is none."""
+    assert generate_request(token_ids=[]).WhichOneof("input") == "token_ids"

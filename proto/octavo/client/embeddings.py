@@ -40,9 +40,9 @@ def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_p
         request = inference_pb2.EmbedRequest(inputs=[_embed_input(each) for each in inputs])
     pooling = given.pop("pooling", None)
     if pooling is not None:
-        if pooling not in _POOLINGS:
+        if not isinstance(pooling, str) or pooling not in _POOLINGS:
             raise ValueError(f"pooling {pooling!r} is none of {', '.join(_POOLINGS)}")
-        request.pooling = _POOLINGS[str(pooling)]
+        request.pooling = _POOLINGS[pooling]
     for name in _PLAIN:
         if name in given:
             assign(request, name, given.pop(name))

@@ -30,9 +30,9 @@ def assign(message: Message, name: str, value: object) -> None:
 
 def extend(message: Message, field: str, values: Any, *, name: str | None = None) -> None:
     """The same for a repeated field. name: what the caller knows it by, if not by the field's. A single text is a
-    TypeError: each of its characters would become an element."""
+    TypeError, as are bytes: each of its characters would become an element."""
     with naming(name or field):
-        if isinstance(values, str):
+        if isinstance(values, str | bytes | bytearray):
             raise TypeError(f"is a sequence, not the text {values!r}")
         if not isinstance(values, Iterable):
             raise TypeError(f"is a sequence, not {values!r}")

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from octavo.client.constraints import JsonSchema, set_constraint
-from octavo.client.field_values import assign, extend, naming
+from octavo.client.field_values import assign, extend, made, naming
 from octavo.client.tools import Tool, set_tools, tool_call
-from octavo.v1 import common_pb2, inference_pb2
+from octavo.v1 import inference_pb2
 
 Message = inference_pb2.ChatMessage | tuple[str, str] | Mapping[str, Any]
 """A message of a conversation: a ChatMessage, (role, content), or {"role": …, "content": …}, with "tool_calls" or
@@ -130,7 +130,7 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
         return message
     fields = _message_fields(message)
     role = fields.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"role {role!r} is none of {', '.join(_ROLES)}")
     if "content" not in fields and not fields.get("tool_calls"):
         raise TypeError(f"a message has content; this one has {', '.join(map(str, fields))}")
@@ -139,11 +139,10 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
         raise TypeError(f"a message has no {', '.join(others)}; it has {', '.join(MESSAGE_FIELDS)}")
     if not isinstance(fields.get("content") or "", str):
         raise TypeError(f"content is text, not {fields['content']!r}")
-    return inference_pb2.ChatMessage(
-        role=_ROLES[role],
+    return made(
+        inference_pb2.ChatMessage(role=_ROLES[role], tool_calls=map(tool_call, fields.get("tool_calls") or ())),
         content=fields.get("content") or "",
-        tool_calls=map(tool_call, fields.get("tool_calls") or ()),
-        tool_call_id=fields.get("tool_call_id", ""),
+        tool_call_id=fields.get("tool_call_id"),
     )
 
 
@@ -163,15 +162,14 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict[str, Any]) ->
     if inputs[0] == "text":
         assign(request, "text", value)
     elif inputs[0] == "token_ids":
-        with naming("token_ids"):
-            request.token_ids.CopyFrom(common_pb2.TokenIds(ids=value))
+        extend(request.token_ids, "ids", value, name="token_ids")
+        request.token_ids.SetInParent()  # of an empty list, too
     else:
         with naming("messages"):
             if isinstance(value, str | Mapping):
                 raise TypeError(f"is a sequence of messages, not {value!r}")
             request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
-        with naming("tools"):
-            set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
+        set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
 
 
 def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict[str, Any]) -> None:
@@ -199,6 +197,6 @@ def _set_output(output: inference_pb2.OutputOptions, given: dict[str, Any]) -> N
             assign(output, name, given.pop(name))
     if "output" in given:
         name = given.pop("output")
-        if name not in _FORMATS:
+        if not isinstance(name, str) or name not in _FORMATS:
             raise ValueError(f"output {name!r} is none of {', '.join(_FORMATS)}")
         output.format = _FORMATS[name]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.client.field_values import made, naming
 from octavo.v1 import inference_pb2
 
 Tool = inference_pb2.ToolDefinition | Mapping[str, Any]
@@ -41,10 +42,11 @@ def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
     if not fields.get("name"):
         raise ValueError("a tool has a name")
     parameters = fields.get("parameters")
-    return inference_pb2.ToolDefinition(
+    return made(
+        inference_pb2.ToolDefinition(),
         name=fields["name"],
-        description=fields.get("description", ""),
-        parameters_json="" if parameters is None else _json_text(parameters),
+        description=fields.get("description"),
+        parameters_json=None if parameters is None else _json_text(parameters),
     )
 
 
@@ -60,17 +62,21 @@ def tool_call(call: Call) -> inference_pb2.ToolCall:
     if not fields.get("name"):
         raise ValueError("a tool call has a name")
     arguments = fields.get("arguments") or {}  # some servers send no arguments as ""
-    return inference_pb2.ToolCall(id=call.get("id", ""), name=fields["name"], arguments_json=_json_text(arguments))
+    return made(inference_pb2.ToolCall(), id=call.get("id"), name=fields["name"], arguments_json=_json_text(arguments))
 
 
 def set_tools(chat: inference_pb2.Chat, tools: Iterable[Tool], choice: str) -> None:
     """Set a chat's tools. choice: "auto", "none", "required", the name of a tool that must be called, or "" for the
-    server's default."""
-    chat.tools.extend(map(tool_definition, tools))
-    if choice in _CHOICES:
-        chat.tool_choice = _CHOICES[choice]
-    elif choice:
-        chat.tool_choice, chat.tool_name = inference_pb2.TOOL_CHOICE_NAMED, choice
+    server's default. Raises TypeError or ValueError whose message begins with tools or tool_choice."""
+    with naming("tools"):
+        chat.tools.extend(map(tool_definition, tools))
+    with naming("tool_choice"):
+        if choice and not isinstance(choice, str):
+            raise TypeError(f"is a word or the name of a tool, not {choice!r}")
+        if choice in _CHOICES:
+            chat.tool_choice = _CHOICES[choice]
+        elif choice:
+            chat.tool_choice, chat.tool_name = inference_pb2.TOOL_CHOICE_NAMED, choice
 
 
 def tool_result(call: inference_pb2.ToolCall, content: str) -> inference_pb2.ChatMessage:
