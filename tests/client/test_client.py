@@ -1,8 +1,10 @@
 import copy
 import math
 import pickle
+import re
 import tracemalloc
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -172,15 +174,15 @@ def test_an_error_may_be_copied_and_go_to_another_process(
     assert copied.violations
 
 
-@pytest.mark.parametrize("timeout_s", [1e10, 1e300, math.inf])
+@pytest.mark.parametrize("timeout_s", [1e10, 1e300, math.inf, 10**400])
 def test_a_timeout_that_no_clock_reaches_is_none(timeout_s: float, client: Client) -> None:
     assert client.models(timeout_s=timeout_s) == [model_pb2.ModelInfo(name="m")]
     assert "".join(client.stream(text="hi", timeout_s=timeout_s)) == "Hello, wörld"
 
 
 def test_a_timeout_that_is_no_number_is_refused_by_its_name(client: Client) -> None:
-    for wrong in (math.nan, "5"):
-        with pytest.raises(ValueError, match=f"^timeout_s: {wrong!r} is no number of seconds$"):
+    for wrong in (math.nan, "5", b"5", [5], timedelta(seconds=5)):
+        with pytest.raises(ValueError, match=f"^timeout_s: {re.escape(repr(wrong))} is no number of seconds$"):
             client.complete(text="hi", timeout_s=wrong)  # type: ignore[arg-type]
 
 
@@ -189,6 +191,8 @@ def test_what_a_small_call_cannot_send_is_named(client: Client) -> None:
         client.tokenize("x\ud800")
     with pytest.raises(ValueError, match=r"^token_ids: Value out of range: -1$"):
         client.detokenize([-1])
+    with pytest.raises(TypeError, match=r"^token_ids: is a sequence, not the text b'ab'$"):
+        client.detokenize(b"ab")
     with pytest.raises(TypeError, match=r"^request_id: "):
         client.cancel(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^model: is not UTF-8 text, from its character 1 on$"):

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import SupportsFloat
 
 import grpc
 
@@ -137,12 +138,13 @@ def tls_credentials(
 
 def call_timeout(timeout_s: float | None) -> float | None:
     """The timeout of a call as gRPC takes it. None if it is above `_LONGEST_S`: gRPC would treat a timeout that
-    overflows as already expired. Raises ValueError for NaN and for text."""
-    if timeout_s is None:
+    overflows as already expired. Raises ValueError for NaN, and for what is no number."""
+    is_number = isinstance(timeout_s, SupportsFloat)
+    if timeout_s is None or (is_number and timeout_s > _LONGEST_S):
         return None
-    if isinstance(timeout_s, str) or math.isnan(timeout_s):
+    if not is_number or math.isnan(timeout_s):
         raise ValueError(f"timeout_s: {timeout_s!r} is no number of seconds")
-    return timeout_s if timeout_s <= _LONGEST_S else None
+    return float(timeout_s)
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
