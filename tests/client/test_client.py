@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2  # type: ignore[import-untyped]
 
 import octavo
 from octavo import Client
@@ -172,6 +174,15 @@ def test_an_error_may_be_copied_and_go_to_another_process(
     copied = again(caught.value)
     assert (type(copied), str(copied), vars(copied)) == (InvalidRequest, str(caught.value), vars(caught.value))
     assert copied.violations
+
+
+def test_details_that_cannot_be_read_leave_the_error(client: Client, script: Script) -> None:
+    inner = any_pb2.Any(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff")
+    for details in (b"\xff", status_pb2.Status(details=[inner]).SerializeToString()):
+        script.failures.append((grpc.StatusCode.INVALID_ARGUMENT, "no", (("grpc-status-details-bin", details),)))
+        with pytest.raises(InvalidRequest, match=r"^no ") as caught:
+            client.complete(text="hi")
+        assert caught.value.violations == ()
 
 
 @pytest.mark.parametrize("timeout_s", [1e10, 1e300, math.inf, 10**400])

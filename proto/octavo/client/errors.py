@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 REASON_TRAILER = "x-error-reason"
@@ -159,9 +160,9 @@ def _violations(details: str | bytes | None) -> tuple[FieldViolation, ...]:
     if not isinstance(details, bytes):
         return ()
     bad_request = error_details_pb2.BadRequest()
-    for detail in status_pb2.Status.FromString(details).details:
-        if detail.Unpack(bad_request):
-            return tuple(
-                FieldViolation(field=each.field, description=each.description) for each in bad_request.field_violations
-            )
-    return ()
+    try:
+        is_there = any(detail.Unpack(bad_request) for detail in status_pb2.Status.FromString(details).details)
+    except DecodeError:  # not ours: whatever stands between may have written it
+        return ()
+    found = bad_request.field_violations if is_there else ()
+    return tuple(FieldViolation(field=each.field, description=each.description) for each in found)
