@@ -417,3 +417,25 @@ async def test_no_tokens_without_echo_are_nothing(front: Callable[..., Any], tin
     assert echoed["choices"][0]["logprobs"] is None
     told = [(each.status, each.json["error"]["param"]) for each in (refused, of_service, of_chat)]
     assert told == [(400, "min_tokens"), (400, "temperature"), (400, "max_tokens")]
+
+
+async def test_a_stream_numbers_its_calls_and_has_its_usage_at_the_end(
+    front: Callable[..., Any], tiny_text: ModelText
+) -> None:
+    said = "".join(f'<tool_call>\n{{"name": "f", "arguments": {{"a": {n}}}}}\n</tool_call>\n' for n in (1, 2))
+    pool = scored(*ids_of(said, tiny_text), reason=WireFinishReason.STOP, stop=IM_END)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    asked = CHAT | {"tools": tools, "max_tokens": 1000}
+    async with front(pool) as fronted:
+        whole = (await fronted.ask("/v1/chat/completions", asked)).json
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, used, done = (await fronted.ask("/v1/chat/completions", asked | options)).events
+    assert (done, used["choices"], used["usage"]) == ("[DONE]", [], whole["usage"])
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    made = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [json.loads(each["arguments"]) for each in made] == [{"a": 1}, {"a": 2}]
+    calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert [(call["index"], call["function"]) for call in calls] == list(enumerate(made))
+    assert len({call["id"] for call in calls}) == 2

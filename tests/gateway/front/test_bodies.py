@@ -253,6 +253,12 @@ def test_what_clients_send_back_of_an_answer_is_taken() -> None:
     assert request.chat.tools[0] == pb.ToolDefinition(name="f", parameters_json='{"type": "object"}')
 
 
+def test_a_developer_is_the_system() -> None:
+    turns = [{"role": "developer", "content": "Be brief."}, USER]
+    (request,) = requests_of("chat", json.dumps({"messages": turns}).encode())
+    assert [each.role for each in request.chat.messages] == [pb.CHAT_ROLE_SYSTEM, pb.CHAT_ROLE_USER]
+
+
 def test_null_is_unset_within_objects_too() -> None:
     options = {"include_usage": None, "include_obfuscation": None}
     unset = {"messages": [USER], "stream": True, "stream_options": {}, "tools": [TOOL]}
