@@ -72,6 +72,20 @@ def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: 
 
 
 @gluon.jit
+def _load_item(item):
+    """An item's eight numbers (model/kernels/attention/decode_work.py)."""
+    b = gl.load(item)
+    row = gl.load(item + 1)
+    position = gl.load(item + 2)
+    begin = gl.load(item + 3)
+    end = gl.load(item + 4)
+    chunk = gl.load(item + 5)
+    num_chunks = gl.load(item + 6)
+    first = gl.load(item + 7)
+    return b, row, position, begin, end, chunk, num_chunks, first
+
+
+@gluon.jit
 def _row_scale(x_BD, b, eps, D: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     d = gl.arange(0, WIDTH, gl.BlockedLayout([8], [32], [WARPS], [0]))
     x = gl.load(x_BD + b * D + d, mask=d < D, other=0.0).to(gl.float32)
@@ -96,6 +110,37 @@ def _copy_tile(
     at = (((block.to(gl.int64) * K + kv_head) * S + token % S) * H)[:, None] + h[None, :]
     async_copy.async_copy_global_to_shared(keys, k_pool + at, has)
     async_copy.async_copy_global_to_shared(values, v_pool + at, has)
+
+
+@gluon.jit
+def _copy_next(
+    keys_ring, values_ring, slot, k_pool, v_pool, table, block, copied, end, kv_head,
+    K: gl.constexpr, S: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Requests the tile that begins at token `copied` and has these blocks. Returns the next one's token and blocks."""
+    TILE: gl.constexpr = keys_ring.shape[1]
+    H: gl.constexpr = keys_ring.shape[2]
+    keys, values = keys_ring.index(slot), values_ring.index(slot)
+    _copy_tile(keys, values, k_pool, v_pool, block, copied, end, kv_head, K, H, S, TILE, COPY)
+    copied += TILE
+    return copied, _blocks_of_tile(table, copied, end, S, TILE, COPY)
+
+
+@gluon.jit
+def _copy_first(
+    keys_ring, values_ring, k_pool, v_pool, table, begin, end, kv_head,
+    K: gl.constexpr, S: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Requests tiles for all slots of the ring but one. Returns the next tile's token and blocks."""
+    copied = begin
+    block = _blocks_of_tile(table, copied, end, S, keys_ring.shape[1], COPY)
+    for slot in gl.static_range(keys_ring.shape[0] - 1):
+        if copied < end:
+            copied, block = _copy_next(
+                keys_ring, values_ring, slot, k_pool, v_pool, table, block, copied, end, kv_head, K, S, COPY
+            )
+        async_copy.commit_group()
+    return copied, block
 
 
 @gluon.jit
@@ -167,6 +212,14 @@ def _finished_queries(
 
 
 @gluon.jit
+def _in_units(q):
+    """Queries and their unit: they may exceed float16's range, since they contain the cache's scales."""
+    most = gl.max(gl.max(gl.abs(q), 1), 0)
+    unit = gl.where(most > 0.0, most / MOST_QUERY, 1.0)
+    return q / unit, unit
+
+
+@gluon.jit
 def _new_key_and_value(
     qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr,
@@ -188,6 +241,31 @@ def _new_key_and_value(
         k = k * k_inverse * gl.load(qk_norm_2H + H + h).to(gl.float32)
         k_other = k_other * k_inverse * gl.load(qk_norm_2H + H + other_h).to(gl.float32)
     return k * cos + k_other * sin, v
+
+
+@gluon.jit
+def _attend_new(
+    q, q_unit, acc, qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, k_pool, v_pool, table, position, kv_head,
+    N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Caches the row's own key and value, and begins the online softmax with them: its maxima, totals and values, which
+    are added to `acc`, zeros."""
+    SUMS: gl.constexpr = acc.type.layout
+    H: gl.constexpr = q.shape[1]
+    cached: gl.constexpr = k_pool.dtype.element_ty
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    k, v = _new_key_and_value(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, N, K, H, HEADS)
+    new_k = k.to(cached)
+    new_v = v.to(cached)
+    new_block = gl.load(table + position // S).to(gl.int64)
+    new_at = ((new_block * K + kv_head) * S + position % S) * H + h
+    gl.store(k_pool + new_at, new_k)
+    gl.store(v_pool + new_at, new_v)
+    new_score = gl.sum(q.to(gl.float32) * new_k.to(gl.float32)[None, :], 1) * q_unit
+    most = gl.convert_layout(new_score, gl.SliceLayout(1, SUMS))
+    total = gl.full([q.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, SUMS))
+    acc += gl.convert_layout(new_v.to(gl.float32), gl.SliceLayout(0, SUMS))[None, :]
+    return most, total, acc
 
 
 @gluon.jit
@@ -256,14 +334,7 @@ def ring_attention_kernel(
     kv_head = gl.program_id(1)
     item = item_W8 + gl.program_id(0) * 8
     num_items = gl.load(count_1)
-    b = gl.load(item)
-    row = gl.load(item + 1)
-    position = gl.load(item + 2)
-    begin = gl.load(item + 3)
-    end = gl.load(item + 4)
-    chunk = gl.load(item + 5)
-    num_chunks = gl.load(item + 6)
-    first = gl.load(item + 7)
+    b, row, position, begin, end, chunk, num_chunks, first = _load_item(item)
     if gl.program_id(0) >= num_items:
         return
     G: gl.constexpr = N // K
@@ -280,15 +351,7 @@ def ring_attention_kernel(
     keys_ring = gl.allocate_shared_memory(cached, [RING, TILE, H], SHARED)
     values_ring = gl.allocate_shared_memory(cached, [RING, TILE, H], SHARED)
     table = table_RM + row.to(gl.int64) * table_width
-    copied = begin
-    block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
-    for slot in gl.static_range(RING - 1):
-        if copied < end:
-            keys, values = keys_ring.index(slot), values_ring.index(slot)
-            _copy_tile(keys, values, k_pool, v_pool, block, copied, end, kv_head, K, H, S, TILE, COPY)
-            copied += TILE
-            block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
-        async_copy.commit_group()
+    copied, block = _copy_first(keys_ring, values_ring, k_pool, v_pool, table, begin, end, kv_head, K, S, COPY)
 
     h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
     cos = gl.load(cos_LH + position * (H // 2) + h % (H // 2))
@@ -300,27 +363,17 @@ def ring_attention_kernel(
     )
     q_unit = 1.0
     if cached != element:
-        # Queries may exceed float16's range, since they contain the cache's scales.
-        q_most = gl.max(gl.max(gl.abs(q), 1), 0)
-        q_unit = gl.where(q_most > 0.0, q_most / MOST_QUERY, 1.0)
-        q = q / q_unit
+        q, q_unit = _in_units(q)
     q = q.to(factor)
     most = gl.full([GROUP], float("-inf"), gl.float32, gl.SliceLayout(1, SUMS))
     total = gl.full([GROUP], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
     acc = gl.full([GROUP, H], 0.0, gl.float32, SUMS)
 
     if chunk == num_chunks - 1:
-        k, v = _new_key_and_value(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, N, K, H, HEADS)
-        new_k = k.to(cached)
-        new_v = v.to(cached)
-        new_block = gl.load(table + position // S).to(gl.int64)
-        new_at = ((new_block * K + kv_head) * S + position % S) * H + h
-        gl.store(k_pool + new_at, new_k)
-        gl.store(v_pool + new_at, new_v)
-        new_score = gl.sum(q.to(gl.float32) * new_k.to(gl.float32)[None, :], 1) * q_unit
-        most = gl.convert_layout(new_score, gl.SliceLayout(1, SUMS))
-        total = gl.full([GROUP], 1.0, gl.float32, gl.SliceLayout(1, SUMS))
-        acc += gl.convert_layout(new_v.to(gl.float32), gl.SliceLayout(0, SUMS))[None, :]
+        most, total, acc = _attend_new(
+            q, q_unit, acc, qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, k_pool, v_pool, table, position, kv_head,
+            N, K, S, HEADS,
+        )  # fmt: skip
 
     q_left = gl.convert_layout(q, gl.DotOperandLayout(0, SUMS, 2))
     slot = 0
@@ -331,10 +384,9 @@ def ring_attention_kernel(
         thread_barrier()
         if copied < end:
             free = gl.where(slot == 0, RING - 1, slot - 1)
-            keys, values = keys_ring.index(free), values_ring.index(free)
-            _copy_tile(keys, values, k_pool, v_pool, block, copied, end, kv_head, K, H, S, TILE, COPY)
-            copied += TILE
-            block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
+            copied, block = _copy_next(
+                keys_ring, values_ring, free, k_pool, v_pool, table, block, copied, end, kv_head, K, S, COPY
+            )
         async_copy.commit_group()
         most, total, acc = _attend_tile(
             q_left, q_unit, keys_ring, values_ring, slot, start, end, most, total, acc, cached != element
