@@ -172,6 +172,89 @@ def _store_part(acc, most, total, partial_out, partial_ml, chunk, kv_head, N: gl
 
 
 @gluon.jit
+def _store_new(
+    k, v, k_pool, v_pool, rows_of_8, table, position, first_row, kv_head,
+    K: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Caches a token's own key and value, and puts them into the last tile in shared memory. first_row: its first
+    token."""
+    H: gl.constexpr = k.shape[0]
+    element: gl.constexpr = k_pool.dtype.element_ty
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    new_k, new_v = k.to(element), v.to(element)
+    new_block = gl.load(table + position // S).to(gl.int64)
+    new_at = ((new_block * K + kv_head) * S + position % S) * H + h
+    gl.store(k_pool + new_at, new_k)
+    gl.store(v_pool + new_at, new_v)
+    async_copy.wait_group(0)
+    thread_barrier()
+    _put_row(rows_of_8, 0, position - first_row, new_k, H, HEADS)
+    _put_row(rows_of_8, TILE, position - first_row, new_v, H, HEADS)
+
+
+@gluon.jit
+def _attend_chunks(
+    q_left, rooms, rows, k_pool, v_pool, table, begin, end, last, cached, is_end, first, partial_out, partial_ml,
+    kv_head, log2_scale,
+    N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, SUMS: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
+    COPY: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """An item's tiles, from the last one, of token `last`, backwards. Merges the chunks of a sequence's last item, and
+    returns values, maxima and totals; otherwise each chunk is written to memory."""
+    LEFT: gl.constexpr = q_left.type.layout
+    ALONE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    GROUP: gl.constexpr = q_left.shape[0]
+    H: gl.constexpr = q_left.shape[1]
+    TILE: gl.constexpr = rooms.shape[1]
+    element: gl.constexpr = q_left.dtype
+    G: gl.constexpr = N // K
+    most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
+    sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
+    acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+    whole = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+    whole_most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
+    whole_total = gl.full([GROUP], 0.0, gl.float32, ROWS)
+    here = 0
+    for start in range(last, begin - 1, -TILE):
+        behind = gl.where(here == 0, 2, here - 1)
+        async_copy.wait_group(1)
+        # After this barrier all threads' copies have arrived, and all are done with the room that the next copy
+        # overwrites.
+        thread_barrier()
+        if start > begin:
+            _copy_rows(rooms.index(behind), k_pool, rows, H, COPY)
+        async_copy.commit_group()
+        keys_right = rooms.index(here).permute([1, 0]).load(RIGHT)
+        score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, MMA))
+        token = start + gl.arange(0, TILE, gl.SliceLayout(0, MMA))
+        score = gl.where((token < end)[None, :], score, float("-inf"))
+        weight, most, sums, shrink = _weigh(score, most, sums, log2_scale, WARPS)
+        weight_left = gl.convert_layout(weight.to(element), LEFT)
+        async_copy.wait_group(1)
+        thread_barrier()
+        if start > begin:
+            _copy_rows(rooms.index(here), v_pool, rows, H, COPY)
+            rows = _rows_of_tile(table, start - 2 * TILE, cached, kv_head, K, S, TILE, COPY)
+        async_copy.commit_group()
+        here = gl.where(here == 2, 0, here + 1)
+        acc = mma_v2(weight_left, rooms.index(here).load(RIGHT), acc * shrink[:, None])
+        here = gl.where(here == 2, 0, here + 1)
+        if start % CHUNK == 0:
+            # In the order of warp_groups.py, where a thread has all columns of its eighths.
+            total = gl.convert_layout(gl.sum(gl.convert_layout(sums, ALONE), 1), ROWS)
+            if is_end:
+                whole, whole_most, whole_total = merge(whole, whole_most, whole_total, acc, most, total)
+            else:
+                _store_part(acc, most, total, partial_out, partial_ml, first + start // CHUNK, kv_head, N, G)
+            most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
+            sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
+            acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+    return whole, whole_most, whole_total
+
+
+@gluon.jit
 def ring_kernel(
     qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
@@ -191,10 +274,6 @@ def ring_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // (H // VECTOR), H // VECTOR], [WARPS, 1], [1, 0])
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [WARPS, 1], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    ALONE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
     rooms = gl.allocate_shared_memory(element, [ROOMS, TILE, H], SHARED)
     rows_of_8 = rooms._reinterpret(element, [ROOMS * TILE // 8, 8, H], SHARED)
@@ -228,60 +307,15 @@ def ring_kernel(
         qkv = qkv_BC + b.to(gl.int64) * C
         scale = row_scale(x_BD, b, eps, D, WIDTH, WARPS)
         q = _finished_queries(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, G, H, GROUP, HEADS)
-        q_left = gl.convert_layout(q.to(element), LEFT)
+        q_left = gl.convert_layout(q.to(element), gl.DotOperandLayout(0, MMA, 2))
         if is_end:
             k, v = _new_key_and_value(qkv, bias_C, qk_norm_2H, cos, sin, scale, eps, kv_head, N, K, H, HEADS)
-            new_k, new_v = k.to(element), v.to(element)
-            new_block = gl.load(table + position // S).to(gl.int64)
-            new_at = ((new_block * K + kv_head) * S + position % S) * H + h
-            gl.store(k_pool + new_at, new_k)
-            gl.store(v_pool + new_at, new_v)
-            async_copy.wait_group(0)
-            thread_barrier()
-            _put_row(rows_of_8, 0, position - last, new_k, H, HEADS)
-            _put_row(rows_of_8, TILE, position - last, new_v, H, HEADS)
+            _store_new(k, v, k_pool, v_pool, rows_of_8, table, position, last, kv_head, K, S, TILE, HEADS)
 
-        most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
-        sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
-        acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
-        whole = gl.full([GROUP, H], 0.0, gl.float32, MMA)
-        whole_most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
-        whole_total = gl.full([GROUP], 0.0, gl.float32, ROWS)
-        here = 0
-        for start in range(last, begin - 1, -TILE):
-            behind = gl.where(here == 0, 2, here - 1)
-            async_copy.wait_group(1)
-            # After this barrier all threads' copies have arrived, and all are done with the room that the next copy
-            # overwrites.
-            thread_barrier()
-            if start > begin:
-                _copy_rows(rooms.index(behind), k_pool, rows, H, COPY)
-            async_copy.commit_group()
-            keys_right = rooms.index(here).permute([1, 0]).load(RIGHT)
-            score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, MMA))
-            token = start + gl.arange(0, TILE, gl.SliceLayout(0, MMA))
-            score = gl.where((token < end)[None, :], score, float("-inf"))
-            weight, most, sums, shrink = _weigh(score, most, sums, log2_scale, WARPS)
-            weight_left = gl.convert_layout(weight.to(element), LEFT)
-            async_copy.wait_group(1)
-            thread_barrier()
-            if start > begin:
-                _copy_rows(rooms.index(here), v_pool, rows, H, COPY)
-                rows = _rows_of_tile(table, start - 2 * TILE, cached, kv_head, K, S, TILE, COPY)
-            async_copy.commit_group()
-            here = gl.where(here == 2, 0, here + 1)
-            acc = mma_v2(weight_left, rooms.index(here).load(RIGHT), acc * shrink[:, None])
-            here = gl.where(here == 2, 0, here + 1)
-            if start % CHUNK == 0:
-                # In the order of warp_groups.py, where a thread has all columns of its eighths.
-                total = gl.convert_layout(gl.sum(gl.convert_layout(sums, ALONE), 1), ROWS)
-                if is_end:
-                    whole, whole_most, whole_total = merge(whole, whole_most, whole_total, acc, most, total)
-                else:
-                    _store_part(acc, most, total, partial_out, partial_ml, first + start // CHUNK, kv_head, N, G)
-                most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
-                sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
-                acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+        whole, whole_most, whole_total = _attend_chunks(
+            q_left, rooms, rows, k_pool, v_pool, table, begin, end, last, cached, is_end, first, partial_out,
+            partial_ml, kv_head, log2_scale, N, K, S, SUMS, CHUNK, WARPS, COPY, MMA,
+        )  # fmt: skip
 
         out_NH = out_BNH + b.to(gl.int64) * N * H
         if num_items_of_sequence == 1:
