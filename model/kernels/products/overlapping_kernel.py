@@ -47,6 +47,47 @@ def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexp
 
 
 @gluon.jit
+def _fetch_first(
+    w_desc, x_desc, w_smem, x_smem, bars, first, rounds, token, output,
+    BYTES: gl.constexpr, IS_GATE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Fills every stage for the first time: weights at once, inputs when the previous kernel has written them."""
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCKS: gl.constexpr = w_smem.shape[1]
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=1)
+    fence_async_shared()
+    thread_barrier()
+    for s in gl.static_range(STAGES):
+        mbarrier.expect(bars.index(s), BYTES, pred=s < rounds)
+        _fetch_weights(w_desc, (first + s) * BLOCKS, output, bars.index(s), w_smem.index(s), s < rounds, IS_GATE)
+    wait_for_previous(PDL)
+    for s in gl.static_range(STAGES):
+        at = [(first + s) * BLOCKS, token, 0]
+        async_load(x_desc, at, bars.index(s), x_smem.index(s), pred=s < rounds)
+
+
+@gluon.jit
+def _fetch_again(
+    w_desc, x_desc, w_smem, x_smem, bars, i, first, rounds, token, output,
+    BYTES: gl.constexpr, IS_GATE: gl.constexpr,
+):  # fmt: skip
+    """In round i: refills the stage of the round before it, if a later round needs it."""
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCKS: gl.constexpr = w_smem.shape[1]
+    # After this barrier all warps are done with the previous round's stage, which is refilled.
+    thread_barrier()
+    free = (i + STAGES - 1) % STAGES
+    ahead = i + STAGES - 1
+    has = (i > 0) & (ahead < rounds)
+    block_at = (first + ahead) * BLOCKS
+    mbarrier.expect(bars.index(free), BYTES, pred=has)
+    _fetch_weights(w_desc, block_at, output, bars.index(free), w_smem.index(free), has, IS_GATE)
+    corner = [block_at, token, 0]
+    async_load(x_desc, corner, bars.index(free), x_smem.index(free), pred=has)
+
+
+@gluon.jit
 def _squares_of(x_TK, token, T, K: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
     # Summed by column of a block, block after block.
     t = token + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
@@ -58,6 +99,49 @@ def _squares_of(x_TK, token, T, K: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: g
         x = gl.load(at, mask=is_in, other=0.0).to(gl.float32)
         squares += x * x
     return squares
+
+
+@gluon.jit
+def _sum_products(
+    squares, w_desc, x_desc, w_smem, x_smem, bars, first, rounds, token, output,
+    BYTES: gl.constexpr, EACH: gl.constexpr, TURNS: gl.constexpr, PENDING: gl.constexpr, IS_GATE: gl.constexpr,
+    HAS_SQUARES: gl.constexpr, ACC: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Multiplies a split's rounds, while later ones are fetched, and adds up the products turn by turn; to the squares,
+    those of its inputs are added if HAS_SQUARES. PENDING: products that may run into the next round."""
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCKS: gl.constexpr = x_smem.shape[1]
+    TOKENS: gl.constexpr = x_smem.shape[2]
+    OUTPUTS: gl.constexpr = w_smem.shape[2] * w_smem.shape[3] if IS_GATE else w_smem.shape[2]
+    acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, ACC)
+    if TURNS > 1:
+        total = gl.zeros([OUTPUTS, TOKENS], gl.float32, ACC)
+    OF_TURN: gl.constexpr = (EACH + TURNS - 1) // TURNS
+    for turn in range(TURNS):
+        if TURNS > 1:
+            acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, ACC)
+        for i in range(turn * OF_TURN, gl.minimum((turn + 1) * OF_TURN, rounds)):
+            stage = i % STAGES
+            mbarrier.wait(bars.index(stage), (i // STAGES) & 1)
+            w = w_smem.index(stage).reshape([BLOCKS * OUTPUTS, 64])
+            x = x_smem.index(stage).reshape([BLOCKS * TOKENS, 64])
+            for b in gl.static_range(BLOCKS):
+                acc = warpgroup_mma(
+                    w.slice(b * OUTPUTS, OUTPUTS), x.slice(b * TOKENS, TOKENS).permute((1, 0)), acc, is_async=True
+                )
+            if HAS_SQUARES:
+                for b in gl.static_range(BLOCKS):
+                    block = x.slice(b * TOKENS, TOKENS).load(ROWS).to(gl.float32)
+                    squares += block * block
+            acc = warpgroup_mma_wait(PENDING, deps=(acc,))
+            if EACH > STAGES:
+                _fetch_again(w_desc, x_desc, w_smem, x_smem, bars, i, first, rounds, token, output, BYTES, IS_GATE)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if TURNS > 1:
+            total += acc
+    if TURNS > 1:
+        acc = total
+    return acc, squares
 
 
 @gluon.jit
@@ -120,6 +204,52 @@ def _add_parts(
         gl.store(arrived, 0)
 
 
+@gluon.jit
+def _store_activated(
+    acc, squares, scale_T, out_at, mask, token, T, eps,
+    K: gl.constexpr, TOKENS: gl.constexpr, HAS_SCALE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Ends a tile of gate and up, whose tokens are scaled first: by scale_T if HAS_SCALE, otherwise by the squares of
+    their inputs."""
+    LAYOUT: gl.constexpr = out_at.type.layout
+    RESULTS: gl.constexpr = out_at.shape[0]
+    if HAS_SCALE:
+        inner_t = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+        scale = gl.load(scale_T + token + inner_t, mask=token + inner_t < T, other=0.0)[None, :]
+    else:
+        scale = 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps)
+        scale = gl.convert_layout(scale, gl.SliceLayout(0, LAYOUT))[None, :]
+    out = _activated(acc, scale, RESULTS, TOKENS, WARPS, LAYOUT)
+    gl.store(out_at, out.to(out_at.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _store_sums(
+    out, before, out_TO, out_at, mask, tile_parts, inner, arrived, tile, split, token, output, T,
+    O: gl.constexpr, SPLITS: gl.constexpr, IS_SHARED: gl.constexpr, ADD: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Ends a tile of plain sums: adds up its splits, and what is there if ADD. before: that, if it is loaded already.
+    inner: where a split's part has each number. IS_SHARED: all programs of the tile add it up."""
+    RESULTS: gl.constexpr = out.shape[0]
+    TOKENS: gl.constexpr = out.shape[1]
+    if IS_SHARED:
+        gl.store(tile_parts + split * (RESULTS * TOKENS) + inner, out)
+        _add_parts(
+            out_TO, tile_parts, arrived + tile, token, output, split, T,
+            O=O, RESULTS=RESULTS, TOKENS=TOKENS, SPLITS=SPLITS, ADD=ADD, WARPS=WARPS,
+        )  # fmt: skip
+    else:
+        is_last = True
+        if SPLITS > 1:
+            is_last, out = _arrive(out, tile_parts + inner, arrived + tile, split, SPLITS)
+        if is_last:
+            if before is not None:
+                out += before.to(gl.float32)
+            elif ADD:
+                out += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
+            gl.store(out_at, out.to(out_TO.dtype.element_ty), mask=mask)
+
+
 @gluon.jit(do_not_specialize=["T"])
 def overlapping_product_kernel(
     w_desc, x_desc, x_TK, out_TO, parts, arrived, T, eps,
@@ -153,17 +283,7 @@ def overlapping_product_kernel(
         w_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCKS, OUTPUTS, 64], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCKS, TOKENS, 64], x_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(bars.index(s), count=1)
-    fence_async_shared()
-    thread_barrier()
-    for s in gl.static_range(STAGES):
-        mbarrier.expect(bars.index(s), BYTES, pred=s < rounds)
-        _fetch_weights(w_desc, (first + s) * BLOCKS, output, bars.index(s), w_smem.index(s), s < rounds, IS_GATE)
-    wait_for_previous(PDL)
-    for s in gl.static_range(STAGES):
-        at = [(first + s) * BLOCKS, token, 0]
-        async_load(x_desc, at, bars.index(s), x_smem.index(s), pred=s < rounds)
+    _fetch_first(w_desc, x_desc, w_smem, x_smem, bars, first, rounds, token, output, BYTES, IS_GATE, PDL)
 
     # Two warp groups share a tile's tokens if its outputs are enough for only one.
     SIDES: gl.constexpr = 2 if WARPS == 8 and OUTPUTS == 64 else 1
@@ -179,82 +299,34 @@ def overlapping_product_kernel(
     # What the sums are added to is loaded together with the first inputs, if registers hold it.
     IS_SHARED: gl.constexpr = SPLITS > 1 and RESULTS * TOKENS >= SHARED_NUMBERS
     IS_EARLY: gl.constexpr = THEN == 1 and not IS_SHARED and RESULTS * TOKENS <= 1024 * WARPS
-    if IS_EARLY:
-        before = gl.load(out_at, mask=mask, other=0.0)
+    before = gl.load(out_at, mask=mask, other=0.0) if IS_EARLY else None
 
     row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     if IS_SUMMED_EARLY:
         squares = _squares_of(x_TK, token, T, K, TOKENS, row_layout)
-    if HAS_SQUARES:
+    else:
         squares = gl.zeros([TOKENS, 64], gl.float32, row_layout)
-    acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
-    if TURNS > 1:
-        total = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
-    OF_TURN: gl.constexpr = (EACH + TURNS - 1) // TURNS
-    for turn in range(TURNS):
-        if TURNS > 1:
-            acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
-        for i in range(turn * OF_TURN, gl.minimum((turn + 1) * OF_TURN, rounds)):
-            stage = i % STAGES
-            mbarrier.wait(bars.index(stage), (i // STAGES) & 1)
-            w = w_smem.index(stage).reshape([BLOCKS * OUTPUTS, 64])
-            x = x_smem.index(stage).reshape([BLOCKS * TOKENS, 64])
-            for b in gl.static_range(BLOCKS):
-                acc = warpgroup_mma(
-                    w.slice(b * OUTPUTS, OUTPUTS), x.slice(b * TOKENS, TOKENS).permute((1, 0)), acc, is_async=True
-                )
-            if HAS_SQUARES:
-                for b in gl.static_range(BLOCKS):
-                    block = x.slice(b * TOKENS, TOKENS).load(row_layout).to(gl.float32)
-                    squares += block * block
-            acc = warpgroup_mma_wait(PENDING, deps=(acc,))
-            if EACH > STAGES:
-                # After this barrier all warps are done with the previous round's stage, which is refilled.
-                thread_barrier()
-                free = (i + STAGES - 1) % STAGES
-                ahead = i + STAGES - 1
-                has = (i > 0) & (ahead < rounds)
-                block_at = (first + ahead) * BLOCKS
-                mbarrier.expect(bars.index(free), BYTES, pred=has)
-                _fetch_weights(w_desc, block_at, output, bars.index(free), w_smem.index(free), has, IS_GATE)
-                corner = [block_at, token, 0]
-                async_load(x_desc, corner, bars.index(free), x_smem.index(free), pred=has)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        if TURNS > 1:
-            total += acc
-    if TURNS > 1:
-        acc = total
+    acc, squares = _sum_products(
+        squares, w_desc, x_desc, w_smem, x_smem, bars, first, rounds, token, output,
+        BYTES=BYTES, EACH=EACH, TURNS=TURNS, PENDING=PENDING, IS_GATE=IS_GATE, HAS_SQUARES=HAS_SQUARES,
+        ACC=acc_layout, ROWS=row_layout,
+    )  # fmt: skip
     # What follows reuses the stages' memory, from which another warp may still be multiplying: a warp's wait covers
     # only its own products.
     thread_barrier()
 
     if IS_GATE:
-        if HAS_SCALE:
-            scale = gl.load(parts + token + inner_t, mask=token + inner_t < T, other=0.0)[None, :]
-        else:
-            scale = 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps)
-            scale = gl.convert_layout(scale, gl.SliceLayout(0, out_layout))[None, :]
-        gl.store(out_at, _activated(acc, scale, RESULTS, TOKENS, WARPS, out_layout).to(dtype), mask=mask)
+        _store_activated(
+            acc, squares, parts, out_at, mask, token, T, eps, K=K, TOKENS=TOKENS, HAS_SCALE=HAS_SCALE, WARPS=WARPS
+        )
     else:
         out = gl.convert_layout(acc, out_layout)
         tile_parts = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS)
         inner = inner_o[:, None] + RESULTS * inner_t[None, :]
-        if IS_SHARED:
-            gl.store(tile_parts + split * (RESULTS * TOKENS) + inner, out)
-            _add_parts(
-                out_TO, tile_parts, arrived + tile, token, output, split, T,
-                O=O, RESULTS=RESULTS, TOKENS=TOKENS, SPLITS=SPLITS, ADD=THEN == 1, WARPS=WARPS,
-            )  # fmt: skip
-        else:
-            is_last = True
-            if SPLITS > 1:
-                is_last, out = _arrive(out, tile_parts + inner, arrived + tile, split, SPLITS)
-            if is_last:
-                if IS_EARLY:
-                    out += before.to(gl.float32)
-                elif THEN == 1:
-                    out += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
-                gl.store(out_at, out.to(dtype), mask=mask)
+        _store_sums(
+            out, before, out_TO, out_at, mask, tile_parts, inner, arrived, tile, split, token, output, T,
+            O=O, SPLITS=SPLITS, IS_SHARED=IS_SHARED, ADD=THEN == 1, WARPS=WARPS,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T"])
