@@ -55,7 +55,7 @@ def test_a_question_that_is_no_text_does_not_end_the_conversation(
         assert main(["chat", "--port", target.rpartition(":")[2]]) == 1  # one of them failed
     out, err = capsys.readouterr()
     assert out.endswith("Hello, wörld\n")
-    assert "messages: is not UTF-8 text, from its character" in err
+    assert "messages: content: is not UTF-8 text, from its character 2 on" in err
     assert [[turn.content for turn in request.chat.messages] for request in script.requests] == [["hi"]]
 
 
