@@ -18,8 +18,7 @@ from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowCo
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
 from octavo.gateway.requests.admission import Admission, ConnectionsInUse, TenantQuotas
 from octavo.gateway.requests.spans import trace_request
-from octavo.gateway.rpc.connections import Context
-from octavo.gateway.rpc.interceptor import RpcScope
+from octavo.gateway.rpc.interceptor import RpcScope, Writer
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.workers.pool import WorkerPool
@@ -129,16 +128,16 @@ class TrackedRequest:
 
     # ------------------------------------------------------------ what the caller gets
 
-    async def write(self, context: Context, message: Any) -> None:
+    async def write(self, writer: Writer, message: Any) -> None:
         """Write a message, marked as pending so that stalled writes can be found."""
         self.stream.write_since_s = time.monotonic()
-        await context.write(message)
+        await writer.write(message)
         self.stream.write_since_s = 0.0
 
-    async def write_piece(self, context: Context, message: Any, piece: Piece, index: int = 0) -> None:
+    async def write_piece(self, writer: Writer, message: Any, piece: Piece, index: int = 0) -> None:
         """Write the message made of an output's piece, and count the piece."""
         now_s = time.monotonic()
-        await self.write(context, message)
+        await self.write(writer, message)
         self.scope.tokens_delivered += piece.num_tokens
         self.count_piece(piece, now_s, index)
 
@@ -173,17 +172,17 @@ class TrackedRequest:
             meters.request_max_generation_tokens.observe(max(stream.processor.num_tokens for stream in self.streams))
 
 
-async def stream_response(tracked: TrackedRequest, context: Context, to_message: Callable[[Piece], Any]) -> None:
+async def stream_response(tracked: TrackedRequest, writer: Writer, to_message: Callable[[Piece], Any]) -> None:
     """Write the single output of a request. Each message has all tokens that came while the previous one was written.
     Raises the RequestError that ended the output, after what came before it."""
     stream = tracked.stream
     while (piece := await stream.next()) is not None:
-        await tracked.write_piece(context, to_message(piece), piece)
+        await tracked.write_piece(writer, to_message(piece), piece)
 
 
 async def stream_responses(
     tracked: TrackedRequest,
-    context: Context,
+    writer: Writer,
     to_message: Callable[[int, Piece], Any],
     to_end: Callable[[int], Any],
 ) -> None:
@@ -193,9 +192,9 @@ async def stream_responses(
     while (news := await streams.next()) is not None:
         index, piece = news
         if piece is None:
-            await tracked.write(context, to_end(index))
+            await tracked.write(writer, to_end(index))
         else:
-            await tracked.write_piece(context, to_message(index, piece), piece, index)
+            await tracked.write_piece(writer, to_message(index, piece), piece, index)
 
 
 class RequestTracker:
@@ -372,11 +371,11 @@ class RequestTracker:
         self._by_key.pop(tracked.scope.key, None)
         self._leave(tracked.scope.key, num_used=tracked.num_prompt_tokens + tracked.num_tokens)
 
-    async def write(self, context: Context, message: Any) -> None:
+    async def write(self, writer: Writer, message: Any) -> None:
         """Write a message of a stream that belongs to no request. Raises SlowConsumer if it waits too long."""
         try:
             async with asyncio.timeout(self.write_stall_s):
-                await context.write(message)
+                await writer.write(message)
         except TimeoutError:
             raise SlowConsumer(f"a message waited for more than {self.write_stall_s:g} s to be read") from None
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -46,6 +46,13 @@ _EARLY_S, _EARLY_SHARE = 0.05, 0.02
 
 Parse = Callable[[Any], Any]
 ReadRequest = Callable[[Any, Context], Awaitable[Any]]  # from the library's request iterator
+
+
+class Writer(Protocol):
+    """Takes a call's messages: its context, or what several requests of one call share."""
+
+    async def write(self, message: Any, /) -> None:
+        """Returns when there is room for more."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -50,12 +50,6 @@ class StreamWriter:
             except (grpc.aio.InternalError, grpc.aio.UsageError):  # what gRPC raises if the RPC is over
                 raise asyncio.CancelledError from None
 
-    async def write_of(self, tracked: TrackedRequest, message: oip.ModelStreamInferResponse) -> None:
-        """Write a message of an output, and record since when the write waits, so that stalled writes are found."""
-        tracked.stream.write_since_s = time.monotonic()
-        await self.write(message)
-        tracked.stream.write_since_s = 0.0
-
 
 Answer = Callable[[oip.ModelInferRequest, RpcScope, StreamWriter], Awaitable[None]]
 
@@ -108,7 +102,7 @@ class StreamOfRequests:
         fields = {"code": status.code.name, "reason": status.reason} | scope.log_fields
         log.info("request_failed", request_id=scope.request_id, **fields)
         message = failed(request, f"[{status.code.name}] {status.reason}: {status.message}")
-        await self._tracker.write(self._writer, message)  # type: ignore[arg-type]  # which writes as a context does
+        await self._tracker.write(self._writer, message)
 
 
 class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -179,7 +173,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _send_whole(self, asked: TranslatedRequest, tracked: TrackedRequest, writer: StreamWriter) -> None:
         response = await self._whole(asked, tracked)
-        await writer.write_of(tracked, streamed(response, is_final=True))
+        await tracked.write(writer, streamed(response, is_final=True))
 
     async def _stream(self, asked: TranslatedRequest, tracked: TrackedRequest, writer: StreamWriter) -> None:
         """One response per piece. The last one is marked as final and has the finish reason; if the end becomes known
@@ -188,12 +182,12 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         async for piece, has_ended in _pieces(tracked.stream):
             now_s = time.monotonic()
             response = responses.next([end_of(piece, tracked.stream) if has_ended else OutputDelta(piece)])
-            await writer.write_of(tracked, streamed(response, is_final=has_ended))
+            await tracked.write(writer, streamed(response, is_final=has_ended))
             tracked.scope.tokens_delivered += piece.num_tokens
             tracked.count_piece(piece, now_s)
         if not has_ended:
             end = end_of(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), tracked.stream)
-            await writer.write_of(tracked, streamed(responses.last(end), is_final=True))
+            await tracked.write(writer, streamed(responses.last(end), is_final=True))
         tracked.count_finished(reason_of(tracked.stream))
 
     # ------------------------------------------------------------ server and models
