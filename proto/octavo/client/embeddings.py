@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import SupportsIndex, TypedDict
 
-from octavo.client.field_values import assign, naming
+from octavo.client.field_values import assign, enum_value, naming
 from octavo.client.requests import Message, chat_message
 from octavo.v1 import common_pb2, inference_pb2
 
@@ -40,9 +40,7 @@ def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_p
         request = inference_pb2.EmbedRequest(inputs=[_embed_input(each) for each in inputs])
     pooling = given.pop("pooling", None)
     if pooling is not None:
-        if not isinstance(pooling, str) or pooling not in _POOLINGS:
-            raise ValueError(f"pooling {pooling!r} is none of {', '.join(_POOLINGS)}")
-        request.pooling = _POOLINGS[pooling]
+        request.pooling = enum_value("pooling", pooling, _POOLINGS)
     for name in _PLAIN:
         if name in given:
             assign(request, name, given.pop(name))

@@ -1,6 +1,6 @@
 """Sets fields of messages from plain Python values; errors name the field that cannot hold its value. Pure: no I/O."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -41,6 +41,13 @@ def extend(message: Message, field: str, values: Any, *, name: str | None = None
         if wrong:
             raise TypeError(f"{wrong[0]!r} is no text")
         getattr(message, field).extend(values)
+
+
+def enum_value(name: str, value: object, values: Mapping[str, int]) -> Any:
+    """What the contract calls this word. Raises ValueError whose message begins with the field's name."""
+    if not isinstance(value, str) or value not in values:
+        raise ValueError(f"{name} {value!r} is none of {', '.join(values)}")
+    return values[value]
 
 
 def _is_text(message: Message, field: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from octavo.client.constraints import JsonSchema, set_constraint
-from octavo.client.field_values import assign, extend, made, naming
+from octavo.client.field_values import assign, enum_value, extend, made, naming
 from octavo.client.tools import Tool, set_tools, tool_call
 from octavo.v1 import inference_pb2
 
@@ -129,9 +129,7 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
     if isinstance(message, inference_pb2.ChatMessage):
         return message
     fields = _message_fields(message)
-    role = fields.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise ValueError(f"role {role!r} is none of {', '.join(_ROLES)}")
+    role = enum_value("role", fields.get("role"), _ROLES)
     if "content" not in fields and not fields.get("tool_calls"):
         raise TypeError(f"a message has content; this one has {', '.join(map(str, fields))}")
     # What SDKs return from a model has many more fields, which are None.
@@ -140,7 +138,7 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
     if not isinstance(fields.get("content") or "", str):
         raise TypeError(f"content is text, not {fields['content']!r}")
     return made(
-        inference_pb2.ChatMessage(role=_ROLES[role], tool_calls=map(tool_call, fields.get("tool_calls") or ())),
+        inference_pb2.ChatMessage(role=role, tool_calls=map(tool_call, fields.get("tool_calls") or ())),
         content=fields.get("content") or "",
         tool_call_id=fields.get("tool_call_id"),
     )
@@ -196,7 +194,4 @@ def _set_output(output: inference_pb2.OutputOptions, given: dict[str, Any]) -> N
         if name in given:
             assign(output, name, given.pop(name))
     if "output" in given:
-        name = given.pop("output")
-        if not isinstance(name, str) or name not in _FORMATS:
-            raise ValueError(f"output {name!r} is none of {', '.join(_FORMATS)}")
-        output.format = _FORMATS[name]
+        output.format = enum_value("output", given.pop("output"), _FORMATS)
